@@ -1,0 +1,5 @@
+"""`python -m gemmtune`: the command line."""
+
+from gemmtune.cli import main
+
+main()

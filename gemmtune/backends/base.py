@@ -1,0 +1,79 @@
+"""The backend protocol: what sweep and replay ask of a GEMM library, and the lazy lookup by name.
+
+A backend knows one library: which algorithms it has for a Gemm and how to launch and time one.
+It knows no tables and keeps no statistics.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from gemmtune.errors import UsageError
+from gemmtune.gemm import Algo, Gemm
+
+if TYPE_CHECKING:
+    import torch
+
+BACKENDS = {
+    "cpu": "gemmtune.backends.cpu:Cpu",
+}
+
+
+class Operands(NamedTuple):
+    """One set of operands, as torch tensors in torch's row-major view of a Gemm.
+
+    x: (n, k), the library's B;  w: (k, m), the library's A;  c and d: (n, m);  bias: (m,).
+    A batched Gemm has a leading batch dimension on x, w, c and d. `c` is None without beta, `bias`
+    without the epilogue; scales are 0-d float32 tensors, None unless FP8. Strides are the Gemm's.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    d: torch.Tensor
+    c: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale_x: torch.Tensor | None = None
+    scale_w: torch.Tensor | None = None
+
+
+Launch = Callable[[Operands], None]
+
+
+class Backend(Protocol):
+    """One GEMM library on one device."""
+
+    name: str
+    device: str  # torch's name of the device that operands live on
+
+    def dev_cap(self) -> int:
+        """TE's device number: major*100+minor of the GPU; 0 for a CPU."""
+
+    def library(self) -> str:
+        """The library's build. Algorithm numbers hold for one build only."""
+
+    def unsupported(self, gemm: Gemm) -> str | None:
+        """Why this backend cannot run the Gemm; None where it can."""
+
+    def algos(self, gemm: Gemm) -> Sequence[Algo]:
+        """The algorithms for a Gemm, the default first. Some may still fail to launch."""
+
+    def workspace_bytes(self, gemm: Gemm, algo: Algo) -> int:
+        """The workspace that an algorithm needs."""
+
+    def launcher(self, gemm: Gemm, algo: Algo) -> Launch:
+        """A prepared launch that writes operands.d. Raises BackendError where it cannot be done."""
+
+    def time_us(self, launch: Launch, operands: Sequence[Operands], launches: int) -> float:
+        """Mean microseconds per launch over back-to-back launches, operands in rotation."""
+
+
+def get(name: str) -> Backend:
+    """The backend of that name. Raises UsageError (unknown), BackendError (cannot load)."""
+    try:
+        module, cls = BACKENDS[name].split(":")
+    except KeyError:
+        raise UsageError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}") from None
+    backend: Backend = getattr(importlib.import_module(module), cls)()
+    return backend
