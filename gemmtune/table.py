@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What a sweep found out about an algorithm. `ratio`: default's time / its (above 1: faster)."""
+    """What a sweep found out about an algorithm. `ratio`: default time / its (above 1: faster)."""
 
     gemm: Gemm
     algo: Algo

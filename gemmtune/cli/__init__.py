@@ -2,7 +2,7 @@
 
 Only this package prints and exits. Data goes to stdout or the file named by -o, the rest to stderr.
 Exit codes: 0 done, 1 a finding or a failure, 2 the request or its input is wrong, 3 incompatible,
-130 interrupted (what was measured is kept). A command that runs a job passes on the job's exit code.
+130 interrupted (what was measured is kept). Commands that run a job pass on its exit code.
 """
 
 from __future__ import annotations
