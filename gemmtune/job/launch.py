@@ -37,7 +37,7 @@ def environment(entry: str, options: Mapping[str, Any], out: str | Path) -> dict
 
 
 def command(argv: Sequence[str]) -> list[str]:
-    """The job's words as they are started: a script gets this Python, torchrun the one beside it."""
+    """The job's words as started: a script gets this Python, torchrun the one beside it."""
     if not argv:
         raise JobError("no command: write the job after --, as in: -- python train.py")
     first, *rest = argv
@@ -76,7 +76,7 @@ def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | 
 
 
 def read_ranks(out: str | Path) -> list[dict[str, Any]]:
-    """What each process of the job left in `out`, sorted by rank. Raises JobError where none did."""
+    """What each process of the job left in `out`, by rank. Raises JobError where none did."""
     files = [json.loads(p.read_text()) for p in Path(out).glob("rank-*.json")]
     if not files:
         raise JobError(

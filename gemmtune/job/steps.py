@@ -14,28 +14,51 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_callbacks: list[Callable[[int], None]] = []
-_hook: Any = None
-_marker: weakref.ref[Optimizer] | None = None
-_named: str | None = None
-_manual = False
-_index = 0
-optimizers: dict[str, int] = {}  # class name: calls of step(), for the report
+
+class _Steps:
+    """The one counter of a process."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[int], None]] = []
+        self.optimizers: dict[str, int] = {}
+        self.hook: Any = None
+        self.marker: weakref.ref[Optimizer] | None = None
+        self.named: str | None = None
+        self.manual = False
+        self.index = 0
+
+    def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        kind = type(optimizer).__name__
+        self.optimizers[kind] = self.optimizers.get(kind, 0) + 1
+        if self.manual or (self.named is not None and kind != self.named):
+            return
+        if self.marker is None or self.marker() is None:
+            self.marker = weakref.ref(optimizer)
+        if self.marker() is optimizer:
+            self.advance()
+
+    def advance(self) -> None:
+        index = self.index
+        self.index += 1
+        for callback in tuple(self.callbacks):
+            callback(index)
+
+
+_steps = _Steps()
 
 
 class Handle:
-    """Removes a callback; the hook itself goes with the last one."""
+    """Removes a callback; torch's hook goes with the last one."""
 
     def __init__(self, callback: Callable[[int], None]) -> None:
         self._callback = callback
 
     def remove(self) -> None:
-        global _hook
-        if self._callback in _callbacks:
-            _callbacks.remove(self._callback)
-        if not _callbacks and _hook is not None:
-            _hook.remove()
-            _hook = None
+        if self._callback in _steps.callbacks:
+            _steps.callbacks.remove(self._callback)
+        if not _steps.callbacks and _steps.hook is not None:
+            _steps.hook.remove()
+            _steps.hook = None
 
 
 def on_step(callback: Callable[[int], None], optimizer: str | None = None) -> Handle:
@@ -43,42 +66,25 @@ def on_step(callback: Callable[[int], None], optimizer: str | None = None) -> Ha
 
     `optimizer` names the class whose steps count, where a job has several kinds.
     """
-    global _hook, _named
-    _named = optimizer or _named
-    _callbacks.append(callback)
-    if _hook is None:
-        _hook = register_optimizer_step_post_hook(_stepped)
+    _steps.named = optimizer or _steps.named
+    _steps.callbacks.append(callback)
+    if _steps.hook is None:
+        _steps.hook = register_optimizer_step_post_hook(_steps.stepped)
     return Handle(callback)
-
-
-def _stepped(optimizer: Optimizer, *_: Any) -> None:
-    global _marker
-    kind = type(optimizer).__name__
-    optimizers[kind] = optimizers.get(kind, 0) + 1
-    if _manual or (_named is not None and kind != _named):
-        return
-    if _marker is None or _marker() is None:
-        _marker = weakref.ref(optimizer)
-    if _marker() is optimizer:
-        _advance()
 
 
 def mark() -> None:
     """The end of a step, said by the job itself."""
-    global _manual
-    if not _manual:
-        _manual = True
-        if _index:
+    if not _steps.manual:
+        _steps.manual = True
+        if _steps.index:
             return  # the optimizer's hook has counted the step that this first mark ends
-    _advance()
+    _steps.advance()
 
 
-def _advance() -> None:
-    global _index
-    index = _index
-    _index += 1
-    for callback in tuple(_callbacks):
-        callback(index)
+def optimizers() -> dict[str, int]:
+    """Class name of each optimizer kind that stepped, and how often step() was called on it."""
+    return dict(_steps.optimizers)
 
 
 def stop_job() -> None:

@@ -23,7 +23,7 @@ def _chain():
 
 
 def _package(name, init):
-    """Make a package importable from its file alone, so that nothing beside it shadows the job's."""
+    """Import a package from its file alone, so that nothing beside it shadows the job's."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(
             name, init, submodule_search_locations=[os.path.dirname(init)]
