@@ -256,6 +256,15 @@ def write(
     write_text(path, render(rows, cls, provenance))
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raise UsageError if `write` to this path would fail, before the work that leads to it."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"cannot write {path}: there is no folder {folder}")
+    if Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"cannot write {path}: name a file in a folder that you may write to")
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file atomically: temporary file beside it, fsync, rename. Raises UsageError."""
     target = Path(path)
@@ -296,10 +305,16 @@ def append(path: str | os.PathLike[str], rows: Iterable[Shape | Candidate | Tune
 
 
 def by_gemm(shapes: Iterable[Shape]) -> dict[Gemm, float]:
-    """Calls per step of each distinct Gemm, passes and sites added up, in the order first seen."""
+    """Calls per step of each distinct Gemm, passes and sites added up, in the order first seen.
+
+    Where ranks differ it is the mean over all ranks that occur.
+    """
+    rows = list(shapes)
+    world = len(set().union(*(parse_ranks(row.ranks) for row in rows)))
     calls: dict[Gemm, float] = {}
-    for shape in shapes:
-        calls[shape.gemm] = calls.get(shape.gemm, 0.0) + shape.calls
+    for row in rows:
+        mean = row.calls * len(parse_ranks(row.ranks)) / world
+        calls[row.gemm] = calls.get(row.gemm, 0.0) + mean
     return calls
 
 
@@ -312,3 +327,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def parse_ranks(text: str) -> set[int]:
+    """The ranks that a text of `format_ranks` names. Raises ValueError for any other text."""
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ranks |= set(range(int(first), int(last or first) + 1))
+    return ranks

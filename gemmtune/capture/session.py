@@ -1,0 +1,116 @@
+"""What capture does inside each process of the job: wait, record, save, get out of the way.
+
+Waits for `warmup` optimizer steps, records `steps` of them, and writes this process's rank file
+after each step and every half second while it records, so that a job that dies keeps what was
+seen. Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null).
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from gemmtune.capture.dims import Dims
+from gemmtune.capture.ops import Recorder
+from gemmtune.job import files, steps
+
+SAVE_EVERY_S = 0.5
+
+
+def start(options: dict[str, Any], out: str) -> None:
+    """Called once in every process of the job, as soon as it has imported torch."""
+    Session(options, out)
+
+
+class Session:
+    """One process's recording."""
+
+    def __init__(self, options: dict[str, Any], out: str) -> None:
+        self.options = options
+        self.out = out
+        self.recorder: Recorder | None = None
+        self.dims = Dims() if options["dims"] else None
+        self.step_s: list[float] = []
+        self.waited = 0
+        self._done = threading.Event()
+        self._saving = threading.Lock()
+        self._handle = steps.on_step(self._on_step, options["optimizer"])
+        atexit.register(self._at_exit)
+        if options["warmup"] == 0:
+            self._begin()
+
+    def _begin(self) -> None:
+        self.recorder = Recorder()
+        if self.dims is not None:
+            self.dims.install()
+        threading.Thread(target=self._save_at_times, daemon=True).start()
+        self._began = time.perf_counter()
+
+    def _on_step(self, _: int) -> None:
+        if self.recorder is None:
+            self.waited += 1
+            if self.waited >= self.options["warmup"]:
+                self._begin()
+            return
+        now = time.perf_counter()
+        self.step_s.append(now - self._began)
+        self.recorder.next_step()
+        if self.dims is not None:
+            self.dims.remove()
+        if len(self.step_s) == self.options["steps"]:
+            self._end()
+            if self.options["stop"]:
+                steps.stop_job()
+        else:
+            self._save()
+            self._began = time.perf_counter()
+
+    def _end(self) -> None:
+        if self.recorder is not None:
+            self.recorder.remove()
+        self._handle.remove()
+        self._done.set()
+        self._save()
+
+    def _at_exit(self) -> None:
+        if not self._done.is_set() and (self.waited or (self.recorder and self.recorder.seen)):
+            self._end()
+
+    def _save_at_times(self) -> None:
+        while not self._done.wait(SAVE_EVERY_S):
+            if self.recorder is not None and self.recorder.seen:
+                self._save()
+
+    def _save(self) -> None:
+        recorder = self.recorder
+        with self._saving:
+            files.save(
+                self.out,
+                {
+                    "rows": recorder.rows() if recorder else [],
+                    "untranslated": dict(recorder.untranslated) if recorder else {},
+                    "waited": self.waited,
+                    "step_s": self.step_s,
+                    "optimizers": steps.optimizers(),
+                    "device": "cuda" if torch.cuda.is_initialized() else "cpu",
+                    "compiled": _compiled(),
+                    "dims": self.dims.rows() if self.dims is not None else [],
+                },
+            )
+
+
+def _compiled() -> dict[str, Any]:
+    """What torch.compile did in this process: graphs compiled, and what hides GEMMs from us."""
+    dynamo = sys.modules.get("torch._dynamo")
+    graphs = dynamo.utils.counters["stats"]["unique_graphs"] if dynamo is not None else 0
+    if not graphs:
+        return {"graphs": 0, "hidden": []}
+    inductor = sys.modules.get("torch._inductor.config")
+    options = ("cpp_wrapper", "max_autotune", "max_autotune_gemm")
+    hidden = [option for option in options if getattr(inductor, option, False)]
+    return {"graphs": graphs, "hidden": hidden}

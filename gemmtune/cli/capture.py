@@ -1,0 +1,135 @@
+"""`gemmtune capture`: run a job and record its GEMMs."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+from gemmtune import __version__, table
+from gemmtune.capture import merge
+from gemmtune.errors import JobError
+from gemmtune.job import launch
+from gemmtune.table import Shape
+
+JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…")
+
+
+@click.command(epilog="Example:  gemmtune capture -o shapes.csv -- python train.py --lr 1e-4")
+@JOB
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("shapes.csv"),
+    show_default=True,
+    help="Table to write.",
+)
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Optimizer steps to record.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Optimizer steps to let pass first; 0 suits a job without an optimizer.",
+)
+@click.option("--stop", is_flag=True, help="End the job when the steps are recorded.")
+@click.option("--dims", is_flag=True, help="Print each layer's input, weight and output sizes.")
+@click.option("--optimizer", metavar="CLASS", help="The optimizer whose steps count.")
+def capture(
+    job: tuple[str, ...],
+    output: Path,
+    steps: int,
+    warmup: int,
+    stop: bool,
+    dims: bool,
+    optimizer: str | None,
+) -> None:
+    """Run a training job as it is and record the GEMMs of one step.
+
+    JOB is any command that trains with torch: a script, python -m, torchrun, or one that spawns
+    its ranks. Its output, arguments and exit code are its own; what is recorded goes to a table
+    with a row per GEMM, pass and module. After the recorded steps nothing of gemmtune is left in
+    the job.
+    """
+    options = {"steps": steps, "warmup": warmup, "stop": stop, "dims": dims, "optimizer": optimizer}
+    table.check_writable(output)  # better now than after the job
+    with tempfile.TemporaryDirectory(prefix="gemmtune-") as out:
+        code = launch.run(job, "gemmtune.capture.session:start", options, out)
+        try:
+            records = launch.read_ranks(out)
+        except JobError as e:
+            click.echo(f"gemmtune: {e}", err=True)
+            sys.exit(code or e.exit_code)
+    captured = merge.merge(records)
+    first = records[0]
+    provenance = {
+        "stage": "capture",
+        "version": __version__,
+        "device": first["device"],
+        "command": list(job),
+        "ranks": captured.ranks,
+        "ranks_per_node": first["local_world"],
+        "threads": first["threads"],
+        "torch": first["torch"],
+        "step_us": captured.step_us,
+    }
+    if not captured.rows:
+        click.echo(f"gemmtune: nothing recorded: {_nothing(records[0], warmup)}", err=True)
+        sys.exit(code or 1)
+    table.write(output, captured.rows, Shape, provenance)
+    if dims:
+        from gemmtune.capture.dims import render
+
+        click.echo(render(first["dims"]), err=True)
+    for line in _summary(captured, output):
+        click.echo(line, err=True)
+    sys.exit(code)
+
+
+def _nothing(record: dict[str, object], warmup: int) -> str:
+    if record["waited"]:
+        return (
+            f"the job ended after {record['waited']} optimizer steps, and {warmup} of them are"
+            " warm-up: let it run longer or lower --warmup"
+        )
+    return "no GEMM ran between the optimizer steps"
+
+
+def _flops(count: float) -> str:
+    power = min(int(math.log10(max(count, 1)) // 3), 5)
+    return f"{count / 1000**power:.4g} {('', 'k', 'M', 'G', 'T', 'P')[power]}FLOP"
+
+
+def _summary(captured: merge.Captured, output: Path) -> list[str]:
+    flops: dict[str, float] = {}
+    for row in captured.rows:
+        name = "recompute" if row.recompute else row.pass_
+        weight = row.gemm.flops * row.calls * len(table.parse_ranks(row.ranks)) / captured.ranks
+        flops[name] = flops.get(name, 0.0) + weight
+    total = sum(flops.values()) or 1.0
+    calls = table.by_gemm(captured.rows)
+    lines = [
+        f"gemmtune: {output}: {len(calls)} distinct GEMMs, {sum(calls.values()):g} calls a step"
+        f" on each of {captured.ranks} rank{'s' * (captured.ranks > 1)}, {_flops(total)}: "
+        + ", ".join(f"{name} {part / total:.0%}" for name, part in flops.items())
+    ]
+    if captured.gemm_us and captured.step_us:
+        share = captured.gemm_us / captured.step_us
+        lines.append(
+            f"gemmtune: GEMMs took {share:.0%} of the recorded step ({captured.gemm_us / 1e3:.4g}"
+            f" of {captured.step_us / 1e3:.4g} ms): GEMMs faster by 10 % would make the step"
+            f" {share / 11:.1%} shorter"
+        )
+    lines += [f"gemmtune: {remark}" for remark in captured.remarks]
+    lines.append(f"gemmtune: next: gemmtune sweep {output}")
+    return lines
