@@ -20,6 +20,9 @@ from gemmtune.errors import UsageError
 # Backends of a vendor's GPUs, the preferred one first.
 PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}
 
+# A desktop processor's own GPU, whose carve-out of memory is below this, is no place to train.
+INTEGRATED_BYTES = 4 << 30
+
 # Algorithm numbers mean nothing on another architecture or library build; the rest only shifts
 # times. Fields that differ without a bearing on either (dev_cap follows arch) are not compared.
 HARD = {"arch": "processor", "library": "GEMM library"}
@@ -156,7 +159,7 @@ def cores() -> int:
 def cpu_name(root: str | os.PathLike[str] = "/") -> str:
     """The CPU's model name; on Arm, which gives none, its implementer and part numbers."""
     fields: dict[str, str] = {}
-    for line in _text(Path(root) / "proc/cpuinfo").splitlines():
+    for line in read_or_empty(Path(root) / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         fields.setdefault(name.strip(), value.strip())
     if fields.get("model name"):
@@ -173,7 +176,8 @@ def version_of(distribution: str) -> str:
         return ""
 
 
-def _text(path: Path) -> str:
+def read_or_empty(path: Path) -> str:
+    """The text of a small file without blanks round it, "" where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:  # sysfs also refuses to read what a container may not use
@@ -219,10 +223,10 @@ def _nvml() -> Iterator[Gpu]:
 def _proc_nvidia(top: Path) -> Iterator[Gpu]:
     """GPUs as the NVIDIA kernel module lists them, where NVML is not at hand."""
     folder = top / "proc/driver/nvidia"
-    words = _text(folder / "version").split("\n")[0].split()
+    words = read_or_empty(folder / "version").split("\n")[0].split()
     driver = next((w for w in words if w[:1].isdecimal() and "." in w), "")
     for information in sorted(folder.glob("gpus/*/information")):
-        lines = (line.partition(":") for line in _text(information).splitlines())
+        lines = (line.partition(":") for line in read_or_empty(information).splitlines())
         fields = {name.strip(): value.strip() for name, _, value in lines}
         name = fields.get("Model") or "NVIDIA GPU"
         yield Gpu("NVIDIA", name, driver=driver, uuid=fields.get("GPU UUID", ""))
@@ -232,21 +236,24 @@ def _kfd(top: Path) -> Iterator[Gpu]:
     """GPUs as AMD's kernel driver lists them; CPU nodes there have a gfx_target_version of 0."""
     if not (top / "dev/kfd").exists():
         return
-    driver = _text(top / "sys/module/amdgpu/version")
+    driver = read_or_empty(top / "sys/module/amdgpu/version")
     nodes = top / "sys/class/kfd/kfd/topology/nodes"
     for node in sorted(nodes.glob("*"), key=lambda p: (len(p.name), p.name)):
-        words = (line.split() for line in _text(node / "properties").splitlines())
+        words = (line.split() for line in read_or_empty(node / "properties").splitlines())
         fields = {w[0]: w[1] for w in words if len(w) == 2}
         target = _whole(fields.get("gfx_target_version"))
-        if not target:
+        device = top / f"sys/class/drm/renderD{fields.get('drm_render_minor')}/device"
+        memory = _whole(read_or_empty(device / "mem_info_vram_total"))
+        if not target or 0 < memory < INTEGRATED_BYTES:
             continue
         # 90402 is gfx942, 90010 is gfx90a: the last two places are hexadecimal digits.
         capability = f"gfx{target // 10000}{target // 100 % 100:x}{target % 100:x}"
-        device = top / f"sys/class/drm/renderD{fields.get('drm_render_minor')}/device"
-        caps = (_whole(_text(cap)) for cap in sorted(device.glob("hwmon/hwmon*/power1_cap")))
+        caps = (
+            _whole(read_or_empty(cap)) for cap in sorted(device.glob("hwmon/hwmon*/power1_cap"))
+        )
         yield Gpu(
             vendor="AMD",
-            name=_text(device / "product_name") or "AMD GPU",
+            name=read_or_empty(device / "product_name") or "AMD GPU",
             capability=capability,
             driver=driver,
             power_cap_w=next(caps, 0) / 1e6,
