@@ -29,11 +29,11 @@ step "From now on, train with the table on; the training script stays as it is."
 
 printf '\n\033[1mSummary\033[0m\n'
 cat <<END
-  demo/shapes.csv      $(rows demo/shapes.csv) rows: the GEMMs that a training step of this job runs, and how often
-  demo/tuned.csv       $(rows demo/tuned.csv) of them have an algorithm that is faster than the default on this machine
+  demo/shapes.csv      $(rows demo/shapes.csv) rows: the GEMMs of a training step, where in the model and how often
+  demo/tuned.csv       $(rows demo/tuned.csv) GEMMs with an algorithm that is faster than the default on this machine
   demo/replay.txt      what that is worth in the step itself, repeated from above:
 
-$(sed -n '3,$ s/^/    /p' demo/replay.txt)
+$(sed -n '4,$ s/^/    /p' demo/replay.txt)
 
   A tiny model on a CPU gains little; the commands are the same for a real job:
     gemmtune capture -o shapes.csv -- YOUR COMMAND
