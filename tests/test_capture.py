@@ -189,11 +189,11 @@ def test_only_the_recorded_steps_are_seen_and_calls_are_per_step(gemmtune, tmp_p
 
 
 def test_stop_ends_the_job_after_the_recorded_steps(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    code = MLP + "for i in range(99): step(); print('step', i, flush=True)"
+    code = MLP + "for i in range(99): step(); print('iteration', i, flush=True)"
     rows, output = capture(gemmtune, tmp_path, code, "--stop")
     assert rows
-    assert output.count("step 0") == 1
-    assert "step 2" not in output
+    assert output.count("iteration 0") == 1
+    assert "iteration 2" not in output
 
 
 def test_a_killed_job_keeps_what_was_seen(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -256,7 +256,7 @@ def test_spawned_ranks_are_merged_and_differing_ranks_reported(gemmtune, tmp_pat
 
     def main(rank):
         dist.init_process_group(
-            "gloo", init_method="file:///" + __file__ + ".store", rank=rank, world_size=2)
+            "gloo", init_method="file://" + __file__ + ".store", rank=rank, world_size=2)
         w = torch.ones(3, 5 + rank, requires_grad=True)
         both = torch.ones(3, 4)
         optimizer = torch.optim.SGD([w], lr=0.1)
