@@ -14,6 +14,12 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from gemmtune.job.files import complain
+
+# Where the optimizer whose steps count is still alive but no longer used (a job that made a new
+# one), another takes over once it has stepped this often in between.
+PATIENCE = 16
+
 
 class _Steps:
     """The one counter of a process."""
@@ -21,8 +27,9 @@ class _Steps:
     def __init__(self) -> None:
         self.callbacks: list[Callable[[int], None]] = []
         self.optimizers: dict[str, int] = {}
-        self.hook: Any = None
+        self.hooked = False
         self.marker: weakref.ref[Optimizer] | None = None
+        self.between: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.named: str | None = None
         self.manual = False
         self.index = 0
@@ -32,23 +39,34 @@ class _Steps:
         self.optimizers[kind] = self.optimizers.get(kind, 0) + 1
         if self.manual or (self.named is not None and kind != self.named):
             return
-        if self.marker is None or self.marker() is None:
+        marker = self.marker() if self.marker is not None else None
+        if marker is not optimizer:
+            self.between[optimizer] = self.between.get(optimizer, 0) + 1
+            if marker is not None and self.between[optimizer] < PATIENCE:
+                return
             self.marker = weakref.ref(optimizer)
-        if self.marker() is optimizer:
-            self.advance()
+        self.between.clear()
+        self.advance()
 
     def advance(self) -> None:
         index = self.index
         self.index += 1
         for callback in tuple(self.callbacks):
-            callback(index)
+            try:
+                callback(index)
+            except Exception as error:
+                Handle(callback).remove()
+                complain(f"after step {index}", error)
 
 
 _steps = _Steps()
 
 
 class Handle:
-    """Removes a callback; torch's hook goes with the last one."""
+    """Removes a callback; it may be called from inside one.
+
+    torch's own hook stays, as torch iterates over its hooks while it calls ours.
+    """
 
     def __init__(self, callback: Callable[[int], None]) -> None:
         self._callback = callback
@@ -56,20 +74,19 @@ class Handle:
     def remove(self) -> None:
         if self._callback in _steps.callbacks:
             _steps.callbacks.remove(self._callback)
-        if not _steps.callbacks and _steps.hook is not None:
-            _steps.hook.remove()
-            _steps.hook = None
 
 
 def on_step(callback: Callable[[int], None], optimizer: str | None = None) -> Handle:
     """Call `callback(i)` after the i-th step (from 0), in the thread that stepped.
 
-    `optimizer` names the class whose steps count, where a job has several kinds.
+    `optimizer` names the class whose steps count, where a job has several kinds. A callback that
+    raises is removed, with one line on stderr; the job goes on.
     """
     _steps.named = optimizer or _steps.named
     _steps.callbacks.append(callback)
-    if _steps.hook is None:
-        _steps.hook = register_optimizer_step_post_hook(_steps.stepped)
+    if not _steps.hooked:
+        _steps.hooked = True
+        register_optimizer_step_post_hook(_steps.stepped)
     return Handle(callback)
 
 
