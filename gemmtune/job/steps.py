@@ -7,6 +7,8 @@ calls gemmtune.step() is counted by those calls alone.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +37,8 @@ class _Steps:
         self.index = 0
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if _within_another(optimizer):
+            return
         kind = type(optimizer).__name__
         self.optimizers[kind] = self.optimizers.get(kind, 0) + 1
         if self.manual or (self.named is not None and kind != self.named):
@@ -60,6 +64,28 @@ class _Steps:
 
 
 _steps = _Steps()
+
+
+def _within_another(optimizer: Optimizer) -> bool:
+    """Whether this is the step of a parent class, called by a subclass's step that torch hooks too.
+
+    To be asked from the hook itself, by its caller.
+    """
+    if not _calls_parent(type(optimizer)):
+        return False
+    hook = sys._getframe(2)
+    frame = hook.f_back
+    while frame is not None:
+        if frame.f_code is hook.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _calls_parent(kind: type[Any]) -> bool:
+    """Whether a step of this class may call another that torch hooks."""
+    return sum("step" in vars(c) for c in kind.__mro__ if c is not Optimizer) > 1
 
 
 class Handle:
