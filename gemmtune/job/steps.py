@@ -71,7 +71,8 @@ def _within_another(optimizer: Optimizer) -> bool:
 
     To be asked from the hook itself, by its caller.
     """
-    if not _calls_parent(type(optimizer)):
+    kind: Any = type(optimizer)
+    if not _calls_parent(kind):
         return False
     hook = sys._getframe(2)
     frame = hook.f_back
@@ -83,7 +84,7 @@ def _within_another(optimizer: Optimizer) -> bool:
 
 
 @functools.cache
-def _calls_parent(kind: type[Any]) -> bool:
+def _calls_parent(kind: type[Optimizer]) -> bool:
     """Whether a step of this class may call another that torch hooks."""
     return sum("step" in vars(c) for c in kind.__mro__ if c is not Optimizer) > 1
 
