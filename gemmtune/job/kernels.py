@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gemmtune.gemm import Gemm
+from gemmtune.job.files import complain
 
 Native = Callable[..., Any]
 Handle = Callable[[str, Native, tuple[Any, ...], dict[str, Any]], Any]
@@ -79,6 +80,9 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_SPARSE = torch._C.DispatchKey.Sparse
+_SPARSE_ROWS = torch._C.DispatchKey.SparseCsr
 
 
 class Override:
@@ -87,35 +91,73 @@ class Override:
     `handle(op, native, args, kwargs)` gets the operator's name, the job's own kernel, and the
     call's arguments; what it returns is what the caller gets. An in-place form comes as its out
     form: `kwargs["out"]` is where the result must be written, and `handle` must return it. GEMMs
-    called while `handle` runs are not handed to it again. One override at a time may be in place
-    in a process.
+    called while `handle` runs are not handed to it again. Where `handle` raises, the call goes
+    through as the job made it: `faults` counts that, and the first is told on stderr. Products of
+    sparse tensors come as "sparse mm" and the like, which no Gemm spells. One override at a time
+    may be in place in a process.
     """
 
     def __init__(self, handle: Handle, others: bool = False) -> None:
         """`others` hands over OTHER_OPS too."""
+        self.faults = 0
+        self._handle = handle
         self._libraries: dict[str, torch.library.Library] = {}
         try:
             for op, overloads in GEMM_OPS.items():
                 for overload in overloads:
-                    self._add(op, f"aten::{overload}", handle)
+                    self._add(op, f"aten::{overload}")
             for name in OTHER_OPS if others else ():
                 space, _, op = name.rpartition("::")
                 packet = getattr(getattr(torch.ops, space or "aten"), op, None)
                 for form in packet.overloads() if packet is not None else ():
                     overload = op if form == "default" else f"{op}.{form}"
-                    self._add(name.rstrip("_"), f"{space or 'aten'}::{overload}", handle)
+                    self._add(name.rstrip("_"), f"{space or 'aten'}::{overload}")
         except Exception:
             self.remove()
             raise
 
-    def _add(self, op: str, overload: str, handle: Handle) -> None:
+    def _add(self, op: str, overload: str) -> None:
         if not torch._C._dispatch_has_kernel(overload):  # a torch without it
             return
         space, _, name = overload.partition("::")
         if space not in self._libraries:
             self._libraries[space] = torch.library.Library(space, "IMPL")
-        kernel = _kernel(op, overload, handle)
+        kernel = self._kernel(op, overload)
         self._libraries[space].impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def _kernel(self, op: str, overload: str) -> Callable[..., Any]:
+        handle = self._handle
+        own = native = _redispatch(overload)
+        inplace = op in GEMM_OPS and overload.endswith("_")
+        if inplace:
+            native = _redispatch(f"{overload[:-1]}.out")
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            below = keys & _BELOW
+            # Fake tensors (torch.compile traces with them) run no kernel of a device.
+            if _thread.inside or args[0].is_meta:
+                return own(below, *args, **kwargs)
+            if inplace:
+                kwargs["out"] = args[0]
+            name = f"sparse {op}" if keys.has(_SPARSE) or keys.has(_SPARSE_ROWS) else op
+            _thread.inside = True
+            try:
+                return handle(name, partial(native, below), args, kwargs)
+            except Exception as error:
+                if "out" in kwargs:  # it may have been written to, so there is no second try
+                    raise
+                result = own(below, *args, **kwargs)  # a fault of the call itself comes from here
+                self._fault(name, error)
+                return result
+            finally:
+                _thread.inside = False
+
+        return kernel
+
+    def _fault(self, op: str, error: Exception) -> None:
+        self.faults += 1
+        if self.faults == 1:
+            complain(f"handling {op}", error)
 
     def remove(self) -> None:
         """Give torch its own kernels back."""
@@ -123,36 +165,11 @@ class Override:
             self._libraries.popitem()[1]._destroy()
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
 def _redispatch(overload: str) -> Callable[..., Any]:
     space, _, name = overload.partition("::")
     name, _, form = name.partition(".")
     packet = getattr(getattr(torch.ops, space), name)
     return getattr(packet, form or "default")._handle.redispatch_boxed  # type: ignore[no-any-return]
-
-
-def _kernel(op: str, overload: str, handle: Handle) -> Callable[..., Any]:
-    own = native = _redispatch(overload)
-    inplace = op in GEMM_OPS and overload.endswith("_")
-    if inplace:
-        native = _redispatch(f"{overload[:-1]}.out")
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = keys & _BELOW
-        # Fake tensors (torch.compile traces with them) run no kernel of a device.
-        if _thread.inside or args[0].is_meta:
-            return own(keys, *args, **kwargs)
-        if inplace:
-            kwargs["out"] = args[0]
-        _thread.inside = True
-        try:
-            return handle(op, partial(native, keys), args, kwargs)
-        finally:
-            _thread.inside = False
-
-    return kernel
 
 
 def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
