@@ -138,8 +138,7 @@ def _flat_parameters(root: Module) -> dict[int, dict[str, dict[str, Any]]]:
             continue
         group = handle.process_group
         sharded = handle.uses_sharded_strategy
-        placement = f"flat parameter, {'sharded over' if sharded else 'whole on'} {group.size()}"
-        about = {"placement": f"{placement} ranks", "mesh": _ranks(group)}
+        about = {"placement": "flat, sharded" if sharded else "flat, whole", "mesh": _ranks(group)}
         for info, shape, shard in zip(
             flat._param_infos, flat._shapes, flat._shard_param_infos, strict=True
         ):
