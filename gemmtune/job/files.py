@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,30 @@ def rank() -> tuple[int, int]:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return _variable("RANK", 0), _variable("WORLD_SIZE", 1)
 
 
-def save(out: str, payload: Mapping[str, Any]) -> None:
-    """Write this process's file anew, atomically, so that a reader or a kill finds it whole."""
+def _variable(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else default
+
+
+def complain(what: str, error: Exception) -> None:
+    """One line on stderr about something of ours that failed inside the job, which goes on."""
+    text = " ".join(str(error).split())
+    line = f"gemmtune: {what}: {type(error).__name__}: {text}: the job goes on as it is"
+    print(line, file=sys.stderr, flush=True)
+
+
+_failed: set[str] = set()
+
+
+def save(out: str, payload: Mapping[str, Any]) -> bool:
+    """Write this process's file anew, atomically, so that a reader or a kill finds it whole.
+
+    Says whether that worked. Where it cannot be written the job goes on, with one line on stderr
+    for each folder.
+    """
     import torch
 
     number, world = rank()
@@ -30,10 +50,17 @@ def save(out: str, payload: Mapping[str, Any]) -> None:
         "host": socket.gethostname(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "local_world": int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
+        "local_world": _variable("LOCAL_WORLD_SIZE", world),
     }
     path = os.path.join(out, f"rank-{about['host']}-{about['pid']}.json")
-    temporary = path + ".tmp"
-    with open(temporary, "w") as f:
-        json.dump({**payload, **about}, f)
-    os.replace(temporary, path)
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "w") as f:
+            json.dump({**payload, **about}, f)
+        os.replace(temporary, path)
+    except (OSError, TypeError, ValueError) as error:
+        if out not in _failed:
+            _failed.add(out)
+            complain(f"cannot write to {out}", error)
+        return False
+    return True

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gemmtune.gemm import Gemm
+from gemmtune.job.files import complain
 
 Native = Callable[..., Any]
 Handle = Callable[[str, Native, tuple[Any, ...], dict[str, Any]], Any]
@@ -42,20 +43,35 @@ GEMM_OPS = {
     "_scaled_mm_v2": ("_scaled_mm_v2", "_scaled_mm_v2.out"),
     "_grouped_mm": ("_grouped_mm",),
 }
-# Matrix products that no Gemm can spell (vectors, integers, fused activations and attention,
-# convolutions): counted and named, so that a report can say what it leaves out.
-OTHER_OPS = {
-    op: tuple(op + form for form in ("", ".out", "_"))
-    for op in (
-        *("addmv", "dot", "vdot", "addbmm", "_int_mm", "_addmm_activation", "_scaled_grouped_mm"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        *("_flash_attention_forward", "_efficient_attention_forward", "_trilinear"),
-        *("convolution_overrideable", "mkldnn_convolution", "cudnn_convolution"),
-        *("miopen_convolution", "slow_conv2d_forward", "_slow_conv2d_forward", "slow_conv3d"),
-        *("_convert_weight_to_int4pack", "_weight_int4pack_mm", "_weight_int8pack_mm"),
-    )
-}
+# Matrix products that no Gemm can spell (vectors, integers, quantised or packed weights, sparse
+# ones, fused activations, attention, recurrence, convolutions): counted and named, so that a report
+# can say what it leaves out. Operators that call one of GEMM_OPS inside are not among them: their
+# GEMMs are seen (addbmm, mv of a batch, bilinear, cdist, einsum, attention by plain mathematics).
+OTHER_OPS = (
+    *("addmv", "addmv_", "dot", "vdot", "_int_mm", "_addmm_activation"),
+    *("_scaled_grouped_mm", "_scaled_grouped_mm_v2"),
+    *("_mixed_dtypes_linear", "_weight_int4pack_mm", "_weight_int8pack_mm"),
+    *("_dyn_quant_matmul_4bit", "_cslt_sparse_mm", "_sparse_semi_structured_linear"),
+    *("_sparse_semi_structured_mm", "_sparse_semi_structured_addmm"),
+    *("mkldnn_linear", "mkldnn_linear_backward_input", "mkldnn_linear_backward_weights"),
+    *("mkldnn::_linear_pointwise", "mkl::_mkl_linear", "mkldnn::_convolution_pointwise"),
+    *("quantized::linear", "quantized::linear_dynamic", "onednn::qlinear_pointwise"),
+    *("convolution", "convolution_backward"),
+    *(
+        f"{layer}{direction}"
+        for layer in ("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn")
+        for direction in ("", "_backward")
+    ),
+    *(
+        f"_scaled_dot_product_{kind}_attention{direction}"
+        for kind in ("flash", "efficient", "cudnn", "fused")
+        for direction in ("", "_backward", "_for_cpu", "_for_cpu_backward")
+    ),
+    *("_scaled_dot_product_fused_attention_overrideable",),
+    *("_scaled_dot_product_fused_attention_overrideable_backward",),
+    *("_flash_attention_forward", "_flash_attention_backward"),
+    *("_efficient_attention_forward", "_efficient_attention_backward"),
+)
 GROUPED = "_grouped_mm"
 
 
@@ -64,63 +80,113 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_SPARSE = torch._C.DispatchKey.Sparse
+_SPARSE_ROWS = torch._C.DispatchKey.SparseCsr
 
 
 class Override:
     """Hands every GEMM call of this process to `handle`, until `remove()`.
 
     `handle(op, native, args, kwargs)` gets the operator's name, the job's own kernel, and the
-    call's arguments; what it returns is what the caller gets. GEMMs called while `handle` runs are
-    not handed to it again. One override at a time may be in place in a process.
+    call's arguments; what it returns is what the caller gets. An in-place form comes as its out
+    form: `kwargs["out"]` is where the result must be written, and `handle` must return it. GEMMs
+    called while `handle` runs are not handed to it again. Where `handle` raises, the call goes
+    through as the job made it: `faults` counts that, and the first is told on stderr. Products of
+    sparse tensors come as "sparse mm" and the like, which no Gemm spells. One override at a time
+    may be in place in a process.
     """
 
     def __init__(self, handle: Handle, others: bool = False) -> None:
         """`others` hands over OTHER_OPS too."""
-        self._library = torch.library.Library("aten", "IMPL")
-        families = {**GEMM_OPS, **(OTHER_OPS if others else {})}
-        for op, overloads in families.items():
-            for overload in overloads:
-                if torch._C._dispatch_has_kernel(f"aten::{overload}"):
-                    kernel = _kernel(op, overload, handle)
-                    self._library.impl(overload, kernel, "BackendSelect", with_keyset=True)
+        self.faults = 0
+        self._handle = handle
+        self._libraries: dict[str, torch.library.Library] = {}
+        try:
+            for op, overloads in GEMM_OPS.items():
+                for overload in overloads:
+                    self._add(op, f"aten::{overload}")
+            for name in OTHER_OPS if others else ():
+                space, _, op = name.rpartition("::")
+                packet = getattr(getattr(torch.ops, space or "aten"), op, None)
+                for form in packet.overloads() if packet is not None else ():
+                    overload = op if form == "default" else f"{op}.{form}"
+                    self._add(name.rstrip("_"), f"{space or 'aten'}::{overload}")
+        except Exception:
+            self.remove()
+            raise
+
+    def _add(self, op: str, overload: str) -> None:
+        if not torch._C._dispatch_has_kernel(overload):  # a torch without it
+            return
+        space, _, name = overload.partition("::")
+        if space not in self._libraries:
+            self._libraries[space] = torch.library.Library(space, "IMPL")
+        kernel = self._kernel(op, overload)
+        self._libraries[space].impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    def _kernel(self, op: str, overload: str) -> Callable[..., Any]:
+        handle = self._handle
+        own = native = _redispatch(overload)
+        inplace = op in GEMM_OPS and overload.endswith("_")
+        if inplace:
+            native = _redispatch(f"{overload[:-1]}.out")
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            below = keys & _BELOW
+            # Fake tensors (torch.compile traces with them) run no kernel of a device.
+            if _thread.inside or args[0].is_meta:
+                return own(below, *args, **kwargs)
+            if inplace:
+                kwargs["out"] = args[0]
+            name = f"sparse {op}" if keys.has(_SPARSE) or keys.has(_SPARSE_ROWS) else op
+            _thread.inside = True
+            try:
+                return handle(name, partial(native, below), args, kwargs)
+            except Exception as error:
+                if "out" in kwargs:  # it may have been written to, so there is no second try
+                    raise
+                result = own(below, *args, **kwargs)  # a fault of the call itself comes from here
+                self._fault(name, error)
+                return result
+            finally:
+                _thread.inside = False
+
+        return kernel
+
+    def _fault(self, op: str, error: Exception) -> None:
+        self.faults += 1
+        if self.faults == 1:
+            complain(f"handling {op}", error)
 
     def remove(self) -> None:
         """Give torch its own kernels back."""
-        self._library._destroy()
+        while self._libraries:
+            self._libraries.popitem()[1]._destroy()
 
 
-_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-
-
-def _kernel(op: str, overload: str, handle: Handle) -> Callable[..., Any]:
-    name, _, form = overload.partition(".")
-    redispatch = getattr(getattr(torch.ops.aten, name), form or "default")._handle.redispatch_boxed
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = keys & _BELOW
-        # Fake tensors (torch.compile traces with them) run no kernel of a device.
-        if _thread.inside or args[0].is_meta:
-            return redispatch(keys, *args, **kwargs)
-        _thread.inside = True
-        try:
-            return handle(op, partial(redispatch, keys), args, kwargs)
-        finally:
-            _thread.inside = False
-
-    return kernel
+def _redispatch(overload: str) -> Callable[..., Any]:
+    space, _, name = overload.partition("::")
+    name, _, form = name.partition(".")
+    packet = getattr(getattr(torch.ops, space), name)
+    return getattr(packet, form or "default")._handle.redispatch_boxed  # type: ignore[no-any-return]
 
 
 def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What a translation depends on, cheap to build: calls with equal signatures are one Gemm.
 
-    None for grouped products, whose group sizes are values and not shapes.
+    None for grouped products, whose group sizes are values and not shapes, and for tensors
+    without strides (sparse ones).
     """
-    if len(args) == 2 and not kwargs:
-        a, b = args
-        return op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
-    if op == GROUPED:
+    try:
+        if len(args) == 2 and not kwargs:
+            a, b = args
+            return op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
+        if op == GROUPED:
+            return None
+        return op, *map(_part, args), *map(_part, kwargs.items())
+    except RuntimeError:
         return None
-    return op, *map(_part, args), *map(_part, kwargs.items())
 
 
 def _part(value: Any) -> Hashable:
@@ -137,8 +203,8 @@ class Call(NamedTuple):
     x: Tensor
     w: Tensor
     c: Tensor | None = None
-    beta: float = 0.0
-    alpha: float = 1.0
+    beta: float = 0
+    alpha: float = 1
     out: Tensor | None = None
     out_type: torch.dtype | None = None
     scale_mode: int = 0
@@ -160,7 +226,7 @@ class Call(NamedTuple):
 
 
 def unpack(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """The tensors of a call, by the schema of its operator."""
+    """The tensors of a call of mm, addmm, bmm, baddbmm or a scaled mm, by its operator's schema."""
     out = kwargs.get("out")
     if op in ("mm", "bmm"):
         x, w = args[:2]
@@ -169,30 +235,30 @@ def unpack(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         c, x, w = args[:3]
         beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
         out_type = _argument(args, kwargs, 3, "out_dtype")
-        return Call(x, w, c if beta else None, float(beta), float(alpha), out, out_type)
-    if op == "_scaled_mm":
-        scales = args[2], args[3]
+        return Call(x, w, c if beta else None, beta, alpha, out, out_type)
+    x, w = args[:2]
+    if op == "_scaled_mm":  # torch 2.4 has everything after mat2 by keyword
+        scales = _argument(args, kwargs, 2, "scale_a"), _argument(args, kwargs, 3, "scale_b")
         bias = _argument(args, kwargs, 4, "bias")
-        fast = int(bool(_argument(args, kwargs, 7, "use_fast_accum")))
-        out_type = _argument(args, kwargs, 6, "out_dtype") or args[0].dtype
+        out_type = _argument(args, kwargs, 6, "out_dtype")
+        fast = _argument(args, kwargs, 7, "use_fast_accum")
     else:  # _scaled_mm_v2
         scales = args[2][0], args[5][0]
-        bias = args[8]
-        fast = int(bool(_argument(args, kwargs, 11, "use_fast_accum")))
-        out_type = _argument(args, kwargs, 9, "out_dtype") or args[0].dtype
-    x, w = args[:2]
+        bias = _argument(args, kwargs, 8, "bias")
+        out_type = _argument(args, kwargs, 9, "out_dtype")
+        fast = _argument(args, kwargs, 11, "use_fast_accum")
     mode = _scale_mode(x, *scales)
-    beta = 1.0 if bias is not None else 0.0
-    return Call(x, w, bias, beta, 1.0, out, out_type, mode, fast)
+    beta = 0 if bias is None else 1
+    return Call(x, w, bias, beta, 1, out, out_type or x.dtype, mode, int(bool(fast)))
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _scale_mode(x: Tensor, scale_x: Tensor, scale_w: Tensor) -> int:
+def _scale_mode(x: Tensor, scale_x: Tensor | None, scale_w: Tensor | None) -> int:
     """The Lt API's number for the scales' layout (cublasLtMatmulMatrixScale_t)."""
-    if scale_x.numel() == 1 and scale_w.numel() == 1:
+    if scale_x is None or scale_w is None or scale_x.numel() == scale_w.numel() == 1:
         return 0  # one float32 per tensor
     if scale_x.dtype == getattr(torch, "float8_e8m0fnu", None):
         return 2  # one e8m0 per 32 values
@@ -206,17 +272,27 @@ def _scale_mode(x: Tensor, scale_x: Tensor, scale_w: Tensor) -> int:
 def translate(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Gemm, ...]:
     """The Gemms of a call: one, or one a group of a grouped product; none if it cannot be spelled.
 
-    What cannot: complex and integer types, and grouped products whose group sizes lie on a GPU
-    (reading them would stop the job's stream).
+    What cannot: complex and integer types, sparse tensors, grouped products whose group sizes lie
+    on a GPU (reading them would stop the job's stream), and calls that torch will refuse.
     """
     if op not in GEMM_OPS:
         return ()
     if op == GROUPED:
-        return _grouped(*args[:3] if len(args) > 2 else (*args[:2], kwargs.get("offs")))
+        return _grouped(args, kwargs)
     call = unpack(op, args, kwargs)
-    if any(t not in TYPES for t in (call.x.dtype, call.w.dtype, call.out_type or call.x.dtype)):
-        return ()
-    return (spell(op, call),)
+    return (spell(op, call),) if _spellable(call) else ()
+
+
+def _spellable(call: Call) -> bool:
+    x, w, c = call.x, call.w, call.c
+    return (
+        all(t.layout is torch.strided for t in (x, w, c) if t is not None)
+        and all(t in TYPES for t in (x.dtype, w.dtype, call.out_type or x.dtype))
+        and x.dim() == w.dim()
+        and x.dim() in (2, 3)
+        and x.shape[-1] == w.shape[-2]
+        and x.shape[:-2] == w.shape[:-2]
+    )
 
 
 def spell(op: str, call: Call) -> Gemm:
@@ -228,6 +304,8 @@ def spell(op: str, call: Call) -> Gemm:
     """
     x, w, out = call.x, call.w, call.out
     bias = call.bias
+    if out is not None and out.shape != (*x.shape[:-1], w.shape[-1]):
+        out = None  # torch will resize it
     if out is not None and _layout(out)[0] == "T":
         x, w, out, bias = w.mT, x.mT, out.mT, False
     n, k = x.shape[-2:]
@@ -264,7 +342,7 @@ def spell(op: str, call: Call) -> Gemm:
         batch=batch,
         stride_a=_batch_stride(w) if strided else 0,
         stride_b=_batch_stride(x) if strided else 0,
-        stride_d=(out.stride(0) if out is not None else m * n) if strided else 0,
+        stride_d=(_batch_stride(out) if out is not None else m * n) if strided else 0,
         fast_accum=call.fast_accum,
         scale_mode=call.scale_mode,
         api={"_scaled_mm_v2": "scaled_mm"}.get(op, op.lstrip("_")),
@@ -296,18 +374,22 @@ def _batch_stride(t: Tensor) -> int:
     return t.stride(0) if kept else rows * cols
 
 
-def _grouped(x: Tensor, w: Tensor, offsets: Tensor | None) -> tuple[Gemm, ...]:
-    """The groups of a grouped product: a 2-D operand is cut along the dimension of `offsets`."""
-    if x.dtype not in TYPES or (offsets is not None and not offsets.is_cpu):
+def _grouped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Gemm, ...]:
+    """The groups of a grouped product: a 2-D operand is cut along the dimension of `offs`."""
+    x, w = args[:2]
+    offsets = _argument(args, kwargs, 2, "offs")
+    out_type = _argument(args, kwargs, 4, "out_dtype")
+    if offsets is not None and not offsets.is_cpu:
         return ()
     ends = offsets.tolist() if offsets is not None else []
-    spans = list(zip([0, *ends[:-1]], ends, strict=True))
+    spans = list(zip([0, *ends], ends, strict=False))
     if x.dim() == 3 and w.dim() == 3:
-        pairs = [(x[i], w[i]) for i in range(x.shape[0])]
+        pairs = list(zip(x, w, strict=False))
     elif x.dim() == 2 and w.dim() == 3:
-        pairs = [(x[a:b], w[i]) for i, (a, b) in enumerate(spans)]
+        pairs = [(x[a:b], each) for (a, b), each in zip(spans, w, strict=False)]
     elif x.dim() == 3:
-        pairs = [(x[i], w[:, a:b]) for i, (a, b) in enumerate(spans)]
+        pairs = [(each, w[:, a:b]) for (a, b), each in zip(spans, x, strict=False)]
     else:
         pairs = [(x[:, a:b], w[a:b]) for a, b in spans]
-    return tuple(spell(GROUPED, Call(a, b)) for a, b in pairs)
+    calls = [Call(a, b, out_type=out_type) for a, b in pairs]
+    return tuple(spell(GROUPED, c) for c in calls) if all(map(_spellable, calls)) else ()

@@ -1,6 +1,6 @@
 """Starts the user's job unchanged, with environment only, and reads what its processes left.
 
-Writes nothing itself; the job's processes write `rank-*.json` into the folder `out` (files.py).
+The job's processes write `rank-*.json` into the folder `out` (files.py).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import gemmtune
 from gemmtune.errors import JobError
 
+FILES = "rank-*.json"
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 
 
@@ -41,43 +43,79 @@ def command(argv: Sequence[str]) -> list[str]:
     if not argv:
         raise JobError("no command: write the job after --, as in: -- python train.py")
     first, *rest = argv
-    if first.endswith(".py") and not os.access(first, os.X_OK):
+    if shutil.which(first) is not None:
+        return [first, *rest]
+    if first.endswith(".py"):
         return [sys.executable, first, *rest]
-    if shutil.which(first) is None:
-        beside = Path(sys.executable).parent / first
-        if not beside.exists():
-            raise JobError(f"cannot start the job: {first!r} is not found; is it on PATH?")
-        return [str(beside), *rest]
-    return [first, *rest]
+    beside = shutil.which(first, path=str(Path(sys.executable).parent))
+    if beside is None:
+        raise JobError(f"cannot start the job: {first!r} is not found; is it on PATH?")
+    return [beside, *rest]
 
 
 def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | Path) -> int:
     """Run the job to its end; its input, output and arguments are its own.
 
-    Returns its exit code, 128 + the signal's number where one ended it. Ctrl-C and SIGTERM reach
-    the job, and this process waits for it. Raises JobError where it cannot be started.
+    Makes the folder `out`, and takes away what an earlier job left there. Returns the job's exit
+    code, 128 + the signal's number where one ended it. Ctrl-C reaches the job from the terminal,
+    SIGTERM is passed on to it, and this process waits for it. Raises JobError where it cannot be
+    started.
     """
     words = command(argv)
     env = {**os.environ, **environment(entry, options, out)}
-    before: dict[int, Any] = {}
     try:
-        child = subprocess.Popen(words, env=env)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for old in Path(out).glob(FILES):
+            old.unlink()
     except OSError as e:
-        raise JobError(f"cannot start the job: {words[0]}: {e.strerror}") from None
-    try:
-        # The terminal sends Ctrl-C to the job too: this process must outlive it to tell the tale.
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
-        before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        raise JobError(f"cannot write to the folder {out}: {e.strerror}: name another") from None
+    sys.stdout.flush()  # what was said so far comes before the job's own words
+    with _Signals() as signals:
+        try:
+            child = subprocess.Popen(words, env=env)
+        except OSError as e:
+            raise JobError(f"cannot start the job: {words[0]}: {e.strerror}") from None
+        signals.pass_on_to(child)
         code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     return code if code >= 0 else 128 - code
+
+
+class _Signals:
+    """While a job runs: Ctrl-C is left to it, SIGTERM passed on, so that we outlive it.
+
+    The terminal sends Ctrl-C to the job too. Only the main thread may set handlers; elsewhere
+    signals are the main thread's business.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._asked = False
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def pass_on_to(self, child: subprocess.Popen[bytes]) -> None:
+        self._child = child
+        if self._asked:
+            child.terminate()
+
+    def _terminate(self, *_: object) -> None:
+        self._asked = True
+        if self._child is not None:
+            self._child.terminate()
 
 
 def read_ranks(out: str | Path) -> list[dict[str, Any]]:
     """What each process of the job left in `out`, by rank. Raises JobError where none did."""
-    files = [json.loads(p.read_text()) for p in Path(out).glob("rank-*.json")]
+    files = [json.loads(p.read_text()) for p in Path(out).glob(FILES)]
     if not files:
         raise JobError(
             "nothing was learnt from the job: no Python process of it imported torch and ran a"

@@ -7,12 +7,20 @@ calls gemmtune.step() is counted by those calls alone.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from gemmtune.job.files import complain
+
+# Where the optimizer whose steps count is still alive but no longer used (a job that made a new
+# one), another takes over once it has stepped this often in between.
+PATIENCE = 16
 
 
 class _Steps:
@@ -21,34 +29,71 @@ class _Steps:
     def __init__(self) -> None:
         self.callbacks: list[Callable[[int], None]] = []
         self.optimizers: dict[str, int] = {}
-        self.hook: Any = None
+        self.hooked = False
         self.marker: weakref.ref[Optimizer] | None = None
+        self.between: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.named: str | None = None
         self.manual = False
         self.index = 0
 
     def stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if _within_another(optimizer):
+            return
         kind = type(optimizer).__name__
         self.optimizers[kind] = self.optimizers.get(kind, 0) + 1
         if self.manual or (self.named is not None and kind != self.named):
             return
-        if self.marker is None or self.marker() is None:
+        marker = self.marker() if self.marker is not None else None
+        if marker is not optimizer:
+            self.between[optimizer] = self.between.get(optimizer, 0) + 1
+            if marker is not None and self.between[optimizer] < PATIENCE:
+                return
             self.marker = weakref.ref(optimizer)
-        if self.marker() is optimizer:
-            self.advance()
+        self.between.clear()
+        self.advance()
 
     def advance(self) -> None:
         index = self.index
         self.index += 1
         for callback in tuple(self.callbacks):
-            callback(index)
+            try:
+                callback(index)
+            except Exception as error:
+                Handle(callback).remove()
+                complain(f"after step {index}", error)
 
 
 _steps = _Steps()
 
 
+def _within_another(optimizer: Optimizer) -> bool:
+    """Whether this is the step of a parent class, called by a subclass's step that torch hooks too.
+
+    To be asked from the hook itself, by its caller.
+    """
+    kind: Any = type(optimizer)
+    if not _calls_parent(kind):
+        return False
+    hook = sys._getframe(2)
+    frame = hook.f_back
+    while frame is not None:
+        if frame.f_code is hook.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@functools.cache
+def _calls_parent(kind: type[Optimizer]) -> bool:
+    """Whether a step of this class may call another that torch hooks."""
+    return sum("step" in vars(c) for c in kind.__mro__ if c is not Optimizer) > 1
+
+
 class Handle:
-    """Removes a callback; torch's hook goes with the last one."""
+    """Removes a callback; it may be called from inside one.
+
+    torch's own hook stays, as torch iterates over its hooks while it calls ours.
+    """
 
     def __init__(self, callback: Callable[[int], None]) -> None:
         self._callback = callback
@@ -56,20 +101,19 @@ class Handle:
     def remove(self) -> None:
         if self._callback in _steps.callbacks:
             _steps.callbacks.remove(self._callback)
-        if not _steps.callbacks and _steps.hook is not None:
-            _steps.hook.remove()
-            _steps.hook = None
 
 
 def on_step(callback: Callable[[int], None], optimizer: str | None = None) -> Handle:
     """Call `callback(i)` after the i-th step (from 0), in the thread that stepped.
 
-    `optimizer` names the class whose steps count, where a job has several kinds.
+    `optimizer` names the class whose steps count, where a job has several kinds. A callback that
+    raises is removed, with one line on stderr; the job goes on.
     """
     _steps.named = optimizer or _steps.named
     _steps.callbacks.append(callback)
-    if _steps.hook is None:
-        _steps.hook = register_optimizer_step_post_hook(_steps.stepped)
+    if not _steps.hooked:
+        _steps.hooked = True
+        register_optimizer_step_post_hook(_steps.stepped)
     return Handle(callback)
 
 
