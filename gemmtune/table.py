@@ -1,9 +1,11 @@
 """The tables shapes.csv, candidates.csv and tuned.csv: read, write, append, merge.
 
-A table is a header line, `# gemmtune {json}` provenance lines, then rows; other `#` lines and blank
-lines are skipped. Columns are found by name, so a hand-made file may leave out those that have a
-default. Writes are atomic (temporary file, fsync, rename); appends are fsynced, and a torn last
-line, as a kill leaves it, is dropped when the table is read.
+A table is a header line, `# gemmtune {json}` provenance lines, then rows, each on one line; other
+`#` lines and blank lines are skipped. Columns are found by name, so a hand-made file may leave out
+those that have a default. Whatever is written can be read: a value that could not be is refused.
+Times and ratios are written with six digits, everything else exactly. Writes are atomic (temporary
+file, fsync, rename). Candidates are also appended to, fsynced; a torn last line of that table, as a
+kill leaves it, is dropped when it is read and cut off by the next append.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import csv
 import io
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -98,6 +101,10 @@ _REQUIRED = {
 }
 
 
+# No more than that: float() takes 1_000, nan and other scripts' digits.
+_NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
+
+
 def _own(cls: type[Any]) -> tuple[str, ...]:
     return tuple(_RENAMED.get(f, f) for f in cls._fields if f not in ("gemm", "algo"))
 
@@ -134,14 +141,19 @@ def _defaults(cls: type[Any]) -> dict[str, Any]:
 def _cell(name: str, text: str) -> Any:
     """The value of one cell. Raises ValueError with what is wrong."""
     if name in _INTS:
-        value = int(text) if text.lstrip("-").isdigit() else None
-        if value is None:
+        # int() would take other scripts' digits and balk at thousands of them.
+        if not re.fullmatch("-?[0-9]{1,20}", text):
             raise ValueError("is not a whole number")
-        if value < 0 and name in INT_FIELDS:
-            raise ValueError("is negative")
+        value = int(text)
+        low = -(2**63) if name in ("algo_id", "aidx") else 0
+        high = 2**64 if name in ("ws_min", "ws_max") else 2**63
+        if value < low:
+            raise ValueError("is negative" if low == 0 else "is too small")
+        if value >= high:
+            raise ValueError("is too large")
         return value
     if name in _FLOATS:
-        number = float(text)
+        number = float(text) if re.fullmatch(_NUMBER, text) else -1.0
         if not 0 <= number < float("inf"):
             raise ValueError("is not a number from 0 up")
         return number
@@ -158,18 +170,47 @@ def _build(cls: type[Row], cells: Mapping[str, Any]) -> Row:
     return cls(**parts, **own)
 
 
-def _format(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _format(name: str, value: Any) -> str:
+    """The text of one cell. Raises ValueError where it could not be read again."""
+    if name in _INTS:
+        text = str(int(value))
+    elif name == "calls":  # FLOPs are counted with it: exact
+        text = repr(float(value)).removesuffix(".0")
+    elif name in _FLOATS:
+        text = f"{value:.6g}"
+    else:  # one row, one line: a message of several lines is joined
+        text = re.sub(r"[\x00-\x1f\x7f\x85\u2028\u2029]+", " ", str(value)).strip()
+    _cell(name, text)
+    return text
 
 
-def _line(row: Shape | Candidate | Tuned) -> str:
+def line(row: Shape | Candidate | Tuned) -> str:
+    """A row as a line of its table. Raises TableError where a value could not be read again."""
     cells = {_RENAMED.get(k, k): v for k, v in row._asdict().items()}
     cells |= cells.pop("gemm")._asdict()
     if "algo" in cells:
         cells |= cells.pop("algo")._asdict()
+    texts = []
+    for name in COLUMNS[type(row)]:
+        try:
+            texts.append(_format(name, cells[name]))
+        except (ValueError, TypeError, OverflowError) as e:
+            raise TableError(f"cannot write column {name}: {cells[name]!r} {e}") from None
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerow(_format(cells[c]) for c in COLUMNS[type(row)])
+    csv.writer(text, lineterminator="\n").writerow(texts)
     return text.getvalue()
+
+
+class Fault(NamedTuple):
+    """A cell (column "" : a line) that is wrong: `reason` follows the value in a sentence."""
+
+    line: int
+    column: str
+    value: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (f"column {self.column}: {self.value!r} " if self.column else "") + self.reason
 
 
 def read(path: str | os.PathLike[str], cls: type[Row]) -> Table[Row]:
@@ -177,73 +218,129 @@ def read(path: str | os.PathLike[str], cls: type[Row]) -> Table[Row]:
 
     Raises UsageError where there is no such file, TableError with file, line, column and value.
     """
-    return parse(read_text(path), cls, name=str(path))
+    data = read_bytes(path)
+    if cls is Candidate and (tail := data[data.rfind(b"\n") + 1 :]):
+        try:
+            tail.decode("utf-8")
+        except UnicodeDecodeError:  # an append that was cut inside a character
+            data = data[: -len(tail)]
+    return parse(decode(data, str(path)), cls, name=str(path))
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a table file, line ends and all. Raises UsageError or TableError."""
+    return decode(read_bytes(path), str(path))
+
+
+def read_bytes(path: str | os.PathLike[str]) -> bytes:
+    """The bytes of a file. Raises UsageError where it cannot be read."""
     try:
-        return Path(path).read_bytes().decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise TableError(f"{path}: byte {e.start} is not UTF-8: is this a CSV file?") from None
+        return Path(path).read_bytes()
     except OSError as e:
         raise UsageError(f"cannot read {path}: {e.strerror}") from None
+
+
+def decode(data: bytes, name: str) -> str:
+    """The text of a table. Raises TableError naming the first byte that is not UTF-8."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        number = data.count(b"\n", 0, e.start) + 1
+        raise TableError(
+            f"{name}:{number}: byte {data[e.start]:#04x} is not UTF-8: is this a CSV file?"
+        ) from None
+
+
+def split_lines(text: str) -> list[str]:
+    """The lines with their ends. Only a line feed ends a line, as for Transformer Engine."""
+    return list(io.StringIO(text, newline="\n"))
 
 
 def parse(text: str, cls: type[Row], name: str = "table") -> Table[Row]:
     """Parse the text of a table; see `read`."""
     rows: list[Row] = []
-    provenance: dict[str, Any] = {}
-    header: list[str] | None = None
-    defaults = _defaults(cls)
-    lines = text.removeprefix("\ufeff").splitlines(keepends=True)
-    for number, line in enumerate(lines, 1):
-        where = f"{name}:{number}"
-        if line.startswith(PROVENANCE):
-            try:
-                provenance |= json.loads(line.removeprefix(PROVENANCE))
-            except (ValueError, TypeError):
-                raise TableError(f"{where}: the provenance comment is not JSON") from None
-            continue
-        if not line.strip() or line.startswith("#"):
-            continue
-        if header is None:
-            header = [c.strip() for c in line.strip().split(",")]
-            _check_header(header, cls, where)
-            continue
-        if number == len(lines) and not line.endswith("\n") and cls is Candidate:
-            break  # an append that a kill cut short; whoever appends next starts that row afresh
-        cells = next(csv.reader([line.rstrip("\r\n")]))
-        if len(cells) != len(header):
-            raise TableError(f"{where}: {len(cells)} cells where the header has {len(header)}")
-        values = dict(defaults)
-        for column, cell in zip(header, cells, strict=True):
-            try:
-                values[column] = _cell(column, cell.strip())
-            except ValueError as e:
-                raise TableError(f"{where}: column {column}: {cell!r} {e}") from None
-        rows.append(_build(cls, values))
-    if header is None:
-        raise TableError(f"{name}: empty: expected a header line {','.join(COLUMNS[cls][:4])},…")
+    for number, row in scan(text, cls):
+        if isinstance(row, Fault):
+            raise TableError(f"{name}:{number}: {row}")
+        rows.append(row)
+    provenance, faults = read_provenance(text)
+    for fault in faults:
+        raise TableError(f"{name}:{fault.line}: {fault}")
     return Table(rows, provenance)
 
 
-def _check_header(header: list[str], cls: type[Any], where: str) -> None:
+def read_provenance(text: str) -> tuple[dict[str, Any], list[Fault]]:
+    """What a table's provenance lines say (a later line over an earlier one)."""
+    provenance: dict[str, Any] = {}
+    faults = []
+    for number, text_line in enumerate(split_lines(text.removeprefix("\ufeff")), 1):
+        if text_line.startswith(PROVENANCE):
+            try:
+                value = json.loads(text_line.removeprefix(PROVENANCE))
+            except (ValueError, RecursionError):
+                value = None
+            if isinstance(value, dict):
+                provenance |= value
+            else:
+                faults.append(Fault(number, "", "", "the provenance is not a JSON object"))
+    return provenance, faults
+
+
+def scan(text: str, cls: type[Row]) -> Iterator[tuple[int, Row | Fault]]:
+    """Every row, or what is wrong with it, with its line number. A bad header ends the scan."""
+    header: list[str] | None = None
+    defaults = _defaults(cls)
+    lines = split_lines(text.removeprefix("\ufeff"))
+    for number, text_line in enumerate(lines, 1):
+        if not text_line.strip() or text_line.lstrip().startswith("#"):
+            continue
+        if header is None:
+            header = [c.strip() for c in text_line.split(",")]
+            if reason := _header_fault(header, cls):
+                yield number, Fault(number, "", "", reason)
+                return
+            continue
+        if number == len(lines) and not text_line.endswith("\n") and cls is Candidate:
+            return  # an append that a kill cut short; whoever appends next starts that row afresh
+        yield number, _row(text_line, number, header, defaults, cls)
+    if header is None:
+        reason = f"empty: expected a header line {','.join(COLUMNS[cls][:4])},…"
+        yield max(len(lines), 1), Fault(max(len(lines), 1), "", "", reason)
+
+
+def _row(
+    text_line: str, number: int, header: list[str], defaults: Mapping[str, Any], cls: type[Row]
+) -> Row | Fault:
+    try:
+        cells = next(csv.reader([text_line.rstrip("\r\n")], strict=True))
+    except csv.Error as e:
+        return Fault(number, "", "", f"not a CSV row ({e})")
+    if len(cells) != len(header):
+        return Fault(number, "", "", f"{len(cells)} cells where the header has {len(header)}")
+    values = dict(defaults)
+    for column, cell in zip(header, cells, strict=True):
+        try:
+            values[column] = _cell(column, cell.strip())
+        except ValueError as e:
+            return Fault(number, column, cell, str(e))
+    return _build(cls, values)
+
+
+def _header_fault(header: list[str], cls: type[Any]) -> str:
     known = COLUMNS[cls]
     kind = f"a {cls.__name__.lower()} table"
     if unknown := [c for c in header if c not in known]:
-        raise TableError(f"{where}: unknown column {unknown[0]!r} for {kind}")
+        return f"unknown column {unknown[0]!r} for {kind}"
     if missing := [c for c in known if c in _REQUIRED and c not in header]:
-        raise TableError(f"{where}: column {missing[0]!r} is missing for {kind}")
-    if len(set(header)) != len(header):
-        raise TableError(f"{where}: a column stands twice")
+        return f"column {missing[0]!r} is missing for {kind}"
+    return "a column stands twice" if len(set(header)) != len(header) else ""
 
 
 def render(rows: Iterable[Row], cls: type[Row], provenance: Mapping[str, Any]) -> str:
     """The text of a table."""
     head = ",".join(COLUMNS[cls]) + "\n"
     note = PROVENANCE + json.dumps(dict(provenance), sort_keys=True) + "\n" if provenance else ""
-    return head + note + "".join(_line(row) for row in rows)
+    return head + note + "".join(line(row) for row in rows)
 
 
 def write(
@@ -266,38 +363,65 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file atomically: temporary file beside it, fsync, rename. Raises UsageError."""
-    target = Path(path)
+    """Write a file atomically: temporary file beside it, fsync, rename.
+
+    A link is followed; what is no plain file (/dev/stdout) is written as it is. Raises UsageError.
+    """
     try:
-        fd, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise TableError(f"cannot write {path}: {e.object[e.start]!r} is not text") from None
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_bytes(data)
+        else:
+            _replace(Path(os.path.realpath(path)), data)
     except OSError as e:
-        raise UsageError(f"cannot write {target}: {e.strerror} ({target.parent})") from None
+        raise UsageError(f"cannot write {path}: {e.strerror}") from None
+
+
+def _replace(target: Path, data: bytes) -> None:
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    # Not tempfile: its mode is 0600, and another user of the cluster is to read the table.
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
-        with os.fdopen(fd, "w", encoding="utf-8", newline="") as f:
-            umask = os.umask(0)
-            os.umask(umask)
-            os.fchmod(fd, 0o666 & ~umask)
-            f.write(text)
+        with os.fdopen(fd, "wb") as f:
+            f.write(data)
             f.flush()
             os.fsync(fd)
         os.replace(temporary, target)
-    except OSError as e:
-        Path(temporary).unlink(missing_ok=True)
-        raise UsageError(f"cannot write {target}: {e.strerror}") from None
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def append(path: str | os.PathLike[str], rows: Iterable[Shape | Candidate | Tuned]) -> None:
-    """Append rows to a table and fsync. A torn last line of an earlier append is cut off first."""
-    text = "".join(_line(row) for row in rows)
+    """Append rows to a table with our columns in our order, and fsync.
+
+    In a table of candidates a torn last line of an earlier append is cut off first. Raises
+    UsageError (no such file), TableError (another kind of table).
+    """
+    rows = list(rows)
+    if not rows:
+        return
+    cls = type(rows[0])
+    text = "".join(line(row) for row in rows)
     try:
         with open(path, "r+b") as f:
             content = f.read()
-            f.seek(content.rfind(b"\n") + 1)
+            lines = content.decode("utf-8", "replace").removeprefix("\ufeff").split("\n")
+            head = next((x for x in lines if x.strip() and not x.lstrip().startswith("#")), "")
+            if head.strip() != ",".join(COLUMNS[cls]):
+                raise TableError(
+                    f"cannot append to {path}: its columns are not {COLUMNS[cls][0]},…"
+                )
+            end = content.rfind(b"\n") + 1
+            if end < len(content) and (cls is not Candidate or end == 0):
+                text = "\n" + text  # a hand-made last line; only candidates are ever torn
+                end = len(content)
+            f.seek(end)
             f.truncate()
-            f.write(text.encode())
+            f.write(text.encode("utf-8"))
             f.flush()
             os.fsync(f.fileno())
     except OSError as e:
