@@ -54,6 +54,8 @@ def pick_device(wanted: str, rank: Rank) -> torch.device:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         return torch.device("cpu")
+    if not gpus:
+        raise UsageError("--device cuda: torch sees no GPU here, take --device cpu")
     if rank.local_world > gpus:
         raise UsageError(
             f"each of {rank.local_world} processes needs a GPU, and torch sees {gpus}: "

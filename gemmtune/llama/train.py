@@ -7,6 +7,7 @@ to a file. Exit codes: 0 done, 1 out of memory, 2 wrong options or machine.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import resource
@@ -63,7 +64,10 @@ def out_of_memory(options: Options, where: str, building: bool) -> str:
         more.append("add --checkpoint nonreentrant")
     if options.precision != "pure":
         more.append("take --precision pure")
-    more.append("shard over more GPUs with --fsdp 2" if not options.fuse_wgrad else "use FSDP")
+    if options.fuse_wgrad:
+        more.append("leave --fuse-wgrad out, which keeps float32 gradients and weights")
+    else:
+        more.append("shard over more ranks with --fsdp 2")
     lower = [f"lower {' or '.join(ways)}"] if ways else []
     doing = "building the model" if building else "training"
     return f"out of memory while {doing} {where}: {', '.join([*lower, *more])}"
@@ -293,18 +297,25 @@ def run_rank(options: Options, rank: Rank) -> int:
     return 0
 
 
-def _spawned(index: int, options: Options, init: str) -> None:
-    code = run_rank(options, Rank(index, index, options.spawn, options.spawn, init))
+def _leave(code: int) -> int:
+    """`code` if it is 0; else ends the process at once, though other ranks wait for it in a
+    collective."""
     if code:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Other ranks may wait in a collective for this one: leave without their consent.
         os._exit(code)
+    return code
+
+
+def _spawned(index: int, options: Options, init: str) -> None:
+    _leave(run_rank(options, Rank(index, index, options.spawn, options.spawn, init)))
 
 
 def _spawn(options: Options) -> int:
     from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
+    # torch tells how it ends the other processes when one fails; that one has told why.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="gemmtune-llama-") as folder:
         init = f"file://{folder}/rendezvous"
         try:
@@ -321,21 +332,19 @@ def _spawn(options: Options) -> int:
 
 def main(options: Options) -> int:
     """The whole job, with its exit code; one line on stderr for an error that was foreseen."""
+    rank = Rank()
     try:
+        rank = rank_of(os.environ)
         if options.json and not Path(options.json).absolute().parent.is_dir():
             raise UsageError(f"--json {options.json}: there is no such folder; create it first")
-        rank = rank_of(os.environ)
+        if options.spawn > 1 and rank.world > 1:
+            raise UsageError("--spawn starts processes itself: use it without torchrun")
+        options = shard(options, max(options.spawn, rank.world))
         if options.spawn > 1:
-            if rank.world > 1:
-                raise UsageError("--spawn starts processes itself: use it without torchrun")
-            shard(options, options.spawn)
             return _spawn(options)
     except GemmtuneError as e:
-        print(f"gemmtune.llama: {e}", file=sys.stderr)
+        if rank.rank == 0:
+            print(f"gemmtune.llama: {e}", file=sys.stderr)
         return e.exit_code
     code = run_rank(options, rank)
-    if code and rank.world > 1:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return code if rank.world == 1 else _leave(code)
