@@ -10,7 +10,7 @@ from gemmtune.llama.options import Options
 from gemmtune.llama.peak import find_peak
 
 
-def summarise(  # noqa: PLR0917
+def summarise(
     options: Options,
     device_name: str,
     world: int,
