@@ -111,7 +111,7 @@ class MainGrads:
         self.grads: list[Tensor] = []
         for p in self.params:
             p.main_grad = torch.zeros_like(p, dtype=torch.float32)  # type: ignore[attr-defined]
-            p.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(self._collect)
             master = nn.Parameter(p.detach().float())
             master.grad = p.main_grad  # type: ignore[attr-defined]
             self.masters.append(master)

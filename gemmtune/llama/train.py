@@ -188,7 +188,7 @@ class Clock:
     def mark(self) -> Any:
         if not self.gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -319,7 +319,7 @@ def _spawn(options: Options) -> int:
     with tempfile.TemporaryDirectory(prefix="gemmtune-llama-") as folder:
         init = f"file://{folder}/rendezvous"
         try:
-            spawn(_spawned, (options, init), nprocs=options.spawn)  # type: ignore[no-untyped-call]
+            spawn(_spawned, (options, init), nprocs=options.spawn)
         except ProcessExitedException as e:
             if e.exit_code > 0:
                 return int(e.exit_code)
