@@ -77,6 +77,11 @@ class Gemm(NamedTuple):
         return self.batch * (a + b + d)
 
     @property
+    def batched(self) -> bool:
+        """Whether its operands have a batch dimension, if only of one."""
+        return self.batch != 1 or self.api in ("bmm", "baddbmm")
+
+    @property
     def fp8(self) -> bool:
         return self.type_a in FP8_TYPES or self.type_b in FP8_TYPES
 

@@ -1,0 +1,126 @@
+"""Operands of a Gemm: values drawn like a job's, in the Gemm's own strides, enough sets to rotate.
+
+Reads the size of the last-level cache; writes tensors on the backend's device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gemmtune.backends.base import Operands
+from gemmtune.gemm import Gemm
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_BYTES = 256 << 20  # of all sets together: what a machine that runs a job can spare
+MAX_SETS = 1024  # beyond, making the tensors of tiny Gemms costs more than timing them
+UNKNOWN_CACHE_BYTES = 32 << 20
+
+# The powers of two by which verify scales x and w: results must neither overflow the type nor be
+# lost below its smallest normal number.
+TINY_LOG2 = {"float64": -100, "float32": -30, "bfloat16": -30, "float16": -5}
+HUGE_LOG2 = {"float64": 100, "float32": 30, "bfloat16": 30, "float16": 4}
+
+
+def draw(gemm: Gemm, seed: int, device: str = "cpu", scale_log2: int = 0) -> Operands:
+    """One set: x normal, w normal/sqrt(k) as trained weights are, c and bias normal.
+
+    x and w are multiplied by 2**scale_log2, c and bias by its square; FP8 operands are not (their
+    scales carry the magnitude). Elements between rows (a leading dimension above the matrix) are
+    drawn too.
+    """
+    import torch
+
+    generator = torch.Generator(device=device).manual_seed(seed)
+    scale = 2.0**scale_log2
+
+    def tensor(kind: str, shape: list[int], strides: list[int], std: float) -> torch.Tensor:
+        values = torch.empty(_storage(shape, strides), dtype=torch.float32, device=device)
+        values.normal_(0, std, generator=generator)
+        return values.to(torch_type(kind, device)).as_strided(shape, strides)
+
+    g = gemm
+    magnitude = 1.0 if g.fp8 else scale
+    w_std = magnitude if g.fp8 else magnitude / math.sqrt(max(g.k, 1))
+    by_rows: dict[str, Callable[[int], list[int]]] = {
+        "N": lambda ld: [ld, 1],
+        "T": lambda ld: [1, ld],
+    }
+    lead = [g.batch] if g.batched else []
+    x_strides = [*([g.stride_b] if lead else []), *by_rows[g.trans_b](g.ldb)]
+    w_strides = [*([g.stride_a] if lead else []), *by_rows[g.trans_a](g.lda)]
+    d_strides = [*([g.stride_d] if lead else []), g.ldd, 1]
+    d_shape = [*lead, g.n, g.m]
+    x = tensor(g.type_b, [*lead, g.n, g.k], x_strides, magnitude)
+    w = tensor(g.type_a, [*lead, g.k, g.m], w_strides, w_std)
+    c = tensor(g.type_d, d_shape, d_strides, scale * scale) if g.beta else None
+    bias = tensor(g.bias_type, [g.m], [1], scale * scale) if g.bias_type != "-" else None
+    d = torch.full(
+        (_storage(d_shape, d_strides),), math.nan, dtype=torch_type(g.type_d, device), device=device
+    ).as_strided(d_shape, d_strides)
+    if not g.fp8:
+        return Operands(x, w, d, c, bias)
+    one = torch.tensor(1.0, device=device)
+    scale_w = torch.tensor(1 / math.sqrt(max(g.k, 1)), device=device)
+    return Operands(x, w, d, c, bias, scale_x=one, scale_w=scale_w)
+
+
+def copies(operands: Operands, sets: int) -> list[Operands]:
+    """The set and copies of it elsewhere in memory, `sets` in all."""
+    return [operands, *(_copy(operands) for _ in range(sets - 1))]
+
+
+def rotation(gemm: Gemm, cache_bytes: int) -> int:
+    """How many sets rotate past a cache of that size, within MAX_BYTES and MAX_SETS; at least 1."""
+    wanted = math.ceil(2 * cache_bytes / max(gemm.bytes, 1))
+    return max(1, min(wanted, MAX_BYTES // max(gemm.bytes, 1), MAX_SETS))
+
+
+def cache_bytes(device: str) -> int:
+    """The last-level cache of the device, in bytes; a guess where nothing tells."""
+    import torch
+
+    if device != "cpu":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    for level in (3, 2):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu0/cache/index{level}/size") as f:
+                return int(f.read().strip().removesuffix("K")) << 10
+        except (OSError, ValueError):
+            continue
+    return UNKNOWN_CACHE_BYTES
+
+
+def torch_type(name: str, device: str = "cpu") -> torch.dtype:
+    """torch's type for a type name; FP8 names are FNUZ on gfx942, OCP elsewhere."""
+    import torch
+
+    if not name.startswith("float8"):
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    arch = ""
+    if device != "cpu" and torch.version.hip:
+        arch = torch.cuda.get_device_properties(device).gcnArchName
+    fnuz = arch.startswith("gfx942")
+    if name == "float8e4m3":
+        return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
+    return torch.float8_e5m2fnuz if fnuz else torch.float8_e5m2
+
+
+def storage(t: torch.Tensor) -> torch.Tensor:
+    """All elements of a tensor's memory, those between its rows included."""
+    return t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
+
+
+def _storage(shape: list[int], strides: list[int]) -> int:
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+
+
+def _copy(operands: Operands) -> Operands:
+    tensors = {k: v for k, v in operands._asdict().items() if v is not None}
+    clones = {k: storage(v).clone().as_strided(v.shape, v.stride()) for k, v in tensors.items()}
+    return Operands(**clones)
