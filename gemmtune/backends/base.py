@@ -42,10 +42,16 @@ Launch = Callable[[Operands], None]
 
 
 class Backend(Protocol):
-    """One GEMM library on one device."""
+    """One GEMM library on one device.
+
+    It takes hold of the device when a Gemm is first launched or its algorithms are asked for: until
+    then it can be pickled, and so be handed to a worker process.
+    """
 
     name: str
     device: str  # torch's name of the device that operands live on
+    # "type": only algorithms that keep within the rounding of the GEMM's own type; "any": all.
+    numerics: str
 
     def dev_cap(self) -> int:
         """TE's device number: major*100+minor of the GPU; 0 for a CPU."""

@@ -93,8 +93,7 @@ def sweep(  # noqa: PLR0917
 
     read = table.read(shapes, table.Shape)
     chosen = base.get(machine.detect() if backend == "auto" else backend)
-    if hasattr(chosen, "numerics"):
-        chosen.numerics = numerics
+    chosen.numerics = numerics
     path = candidates or str(Path(output).with_name("candidates.csv"))
     options = run.Options(
         min_gain=min_gain,

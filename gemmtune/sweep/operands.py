@@ -38,7 +38,8 @@ def draw(gemm: Gemm, seed: int, device: str = "cpu", scale_log2: int = 0) -> Ope
     scale = 2.0**scale_log2
 
     def tensor(kind: str, shape: list[int], strides: list[int], std: float) -> torch.Tensor:
-        values = torch.empty(_storage(shape, strides), dtype=torch.float32, device=device)
+        drawn = torch.float64 if kind == "float64" else torch.float32
+        values = torch.empty(_storage(shape, strides), dtype=drawn, device=device)
         values.normal_(0, std, generator=generator)
         return values.to(torch_type(kind, device)).as_strided(shape, strides)
 

@@ -1,0 +1,436 @@
+"""The sweep: what is verified, what is chosen, what a crash costs, what is resumed and refused.
+
+Times come from a script (scripted.py) or are not looked at; worker processes are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import scripted
+import torch
+from click.testing import CliRunner
+from scripted import Scripted
+
+from gemmtune import table
+from gemmtune.backends import base, cpu
+from gemmtune.cli import main
+from gemmtune.errors import BackendError, Incompatible
+from gemmtune.gemm import Algo, Gemm
+from gemmtune.stats import Interval
+from gemmtune.sweep import operands, run, search, verify
+from gemmtune.sweep.measure import Task, measure
+from gemmtune.sweep.worker import NO_ALGO, measure_apart
+
+QUICK = run.Options(seconds_per_shape=0.01)
+
+
+def rows_of(gemm: Gemm, *, sustained: bool = True, min_gain: float = 0.005):
+    rows = measure(Scripted(), Task(gemm, 0.01, sustained, min_gain, seed=3))
+    return {row.algo.config: row for row in rows}
+
+
+def shapes(*gemms: Gemm, **provenance) -> table.Table[table.Shape]:
+    return table.Table([table.Shape(g, calls=2) for g in gemms], {"threads": 1, **provenance})
+
+
+def sweep(folder: Path, *gemms: Gemm, backend=None, options=QUICK, progress=lambda e: None, **made):
+    paths = folder / "candidates.csv", folder / "tuned.csv"
+    return run.sweep(shapes(*gemms, **made), backend or Scripted(), *paths, options, progress)
+
+
+# ------------------------------------------------------------------------------------------- verify
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("unwritten", "NaN or not written"),
+        ("wrong", "times the bound"),
+        ("outside", "wrote outside its matrix"),
+        ("no-beta", "times the bound"),
+        ("raises", "cannot be launched: no such kernel"),
+    ],
+)
+def test_a_wrong_algorithm_fails_before_it_is_timed(config, words):
+    row = rows_of(scripted.gemm(34, beta=1, pad=2))[config]
+    assert row.status == "failed" and words in row.reason
+    assert row.time_us == 0 and "\n" not in row.reason
+
+
+@pytest.mark.parametrize(
+    ("m", "config", "words"),
+    [
+        (35, "unrepeatable", "not repeatable"),
+        (36, "narrow", "bound"),
+        (37, "overflows", "huge values"),
+    ],
+)
+def test_a_fast_finalist_is_verified_whole(m, config, words):
+    rows = rows_of(scripted.gemm(m))
+    assert rows[config].status == "failed" and words in rows[config].reason
+    assert rows["default"].status == "default"
+
+
+def test_a_default_that_is_wrong_is_said():
+    class Wrong(Scripted):
+        def algos(self, gemm):
+            return super().algos(gemm)[1:]
+
+    with pytest.raises(BackendError, match=r"the default is wrong: .* NaN"):
+        measure(Wrong(), Task(scripted.gemm(34), 0.01, True, 0.005, 0))
+
+
+def test_the_reference_is_the_product_in_float64():
+    gemm = Gemm(*(200, 150, 70), "T", "N", *["bfloat16"] * 3, "bfloat16", 70, 70, 200, epi="bias")
+    o = operands.draw(gemm, 0)
+    exact = o.x.double() @ o.w.double() + o.bias.double()
+    whole = verify.reference(gemm, o)
+    torch.testing.assert_close(whole.exact, exact, rtol=1e-12, atol=1e-12)
+    some = verify.reference(gemm, o, samples=20)
+    assert some.exact.shape == (20, 20)
+    assert {0, gemm.n - 1} <= set(some.rows.tolist()) and {0, 199} <= set(some.columns.tolist())
+    torch.testing.assert_close(some.exact, exact[some.rows][:, some.columns])
+
+
+def test_rounding_once_passes_and_computing_in_a_narrower_type_does_not():
+    for kind, narrow in (("float32", torch.bfloat16), ("float64", torch.float32)):
+        comp = "f64" if kind == "float64" else "f32"
+        gemm = Gemm(*(64, 64, 512), "N", "N", *[kind] * 3, "-", 64, 512, 64, comp=comp)
+        o = operands.draw(gemm, 0)
+        ref = verify.reference(gemm, o)
+        default = verify.error(o.x @ o.w, ref)
+        assert default.worst < 1
+        assert verify.judge(verify.error(ref.exact.to(o.d.dtype), ref), default, ref.floor) == ""
+        bad = verify.error((o.x.to(narrow) @ o.w.to(narrow)).to(o.d.dtype), ref)
+        assert verify.judge(bad, default, ref.floor)
+    nan = verify.Error(float("nan"), float("nan"))
+    assert verify.judge(nan, default, ref.floor)
+
+
+@pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("more", [{"beta": 1}, {"epi": "bias"}, {}])
+def test_the_real_default_passes_at_every_scale(kind, more):
+    bias = kind if "epi" in more else "-"
+    comp = "f64" if kind == "float64" else "f32"
+    gemm = Gemm(33, 65, 257, "T", "N", *[kind] * 3, bias, 260, 257, 40, comp=comp, **more)
+    backend = cpu.Cpu()
+    launch = backend.launcher(gemm, backend.algos(gemm)[0])
+    checker = verify.Checker(gemm, launch, operands.draw(gemm, 0), seed=0)
+    assert checker.quick(launch) == "" and checker.whole(launch) == ""
+    assert all(default.worst < 1 for _, _, _, default in checker._whole)
+
+
+# ------------------------------------------------------------------------------------------- search
+
+
+def test_a_planted_faster_algorithm_is_chosen():
+    rows = rows_of(scripted.gemm(32))
+    won = rows["fast"]
+    assert won.status == "winner" and won.regime == "sustained"
+    assert won.ratio == pytest.approx(1.25, abs=0.02)
+    assert 1.2 < won.ratio_low < won.ratio < won.ratio_high < 1.3
+    assert rows["dreadful"].status == "dropped" and "first sight" in rows["dreadful"].reason
+    assert rows["slow"].status == "dropped" and rows["default"].ratio == 1
+    assert won.samples == search.CONFIRM_REPEATS
+
+
+def test_a_tie_and_a_gain_below_the_least_keep_the_default():
+    for seed in range(6):
+        task = Task(scripted.gemm(33), 0.01, True, 0.005, seed)
+        assert all(row.status != "winner" for row in measure(Scripted(), task))
+    rows = rows_of(scripted.gemm(32), min_gain=0.3)
+    assert rows["fast"].status == "finalist"
+
+
+def test_what_does_not_matter_is_decided_by_the_screen():
+    rows = rows_of(scripted.gemm(32), sustained=False)
+    assert rows["fast"].status == "winner" and rows["fast"].regime == "screen"
+
+
+def test_choose_takes_the_highest_low_end_that_clears_the_gain():
+    a, b, c = (Algo(i, i, name) for i, name in enumerate("abc"))
+    intervals = {
+        a: Interval(1.3, 1.0, 1.6),
+        b: Interval(1.1, 1.08, 1.12),
+        c: Interval(1.2, 1.05, 2),
+    }
+    assert search.choose(intervals, 0.005) == b
+    assert search.choose({a: intervals[a]}, 0.005) is None
+    assert search.choose({b: intervals[b]}, 0.08) is None
+    assert search.choose({}, 0.0) is None
+
+
+def test_halving_keeps_the_best_in_few_launches():
+    default, *algos = (Algo(i, i, str(i)) for i in range(65))
+    noise, calls = random.Random(0), []
+
+    def sample(algo: Algo, launches: int) -> float:
+        calls.append(algo)
+        return (100.0 - (5 if algo.algo_id == 40 else 0)) * (1 + noise.gauss(0, 0.005))
+
+    first = dict.fromkeys((default, *algos), 100.0)
+    screened = search.screen(default, first, sample, 1e6, random.Random(1))
+    assert screened.finalists[0].algo_id == 40 and len(screened.finalists) == search.KEEP
+    assert set(screened.finalists) | set(screened.dropped) == set(algos)
+    full = len(algos) * search.MAX_REPEATS * 5
+    assert len(calls) < full / 4
+
+
+def test_each_repeat_times_all_in_a_random_order_that_the_seed_gives():
+    default, *others = (Algo(i, i, str(i)) for i in range(4))
+    orders = []
+    for seed in (0, 0, 1):
+        calls: list[Algo] = []
+        search.race(
+            default,
+            others,
+            lambda a, n, calls=calls: calls.append(a) or 1.0,
+            dict.fromkeys((default, *others), 2),
+            repeats=6,
+            rng=random.Random(seed),
+        )
+        rounds = [tuple(calls[i : i + 4]) for i in range(0, 24, 4)]
+        assert all(set(r) == {default, *others} for r in rounds) and len(set(rounds)) > 1
+        orders.append(rounds)
+    assert orders[0] == orders[1] != orders[2]
+
+
+# ----------------------------------------------------------------------------------------- operands
+
+
+def test_operands_are_like_a_job_s_and_have_the_strides_of_the_key():
+    types = ("float32",) * 3
+    gemm = Gemm(*(96, 64, 256), "T", "T", *types, "-", 300, 70, 100, beta=1, api="addmm")
+    o = operands.draw(gemm, 5)
+    assert (o.x.stride(), o.w.stride()) == ((1, 70), (1, 300))
+    assert o.d.stride() == o.c.stride() == (100, 1)
+    assert float(o.x.std()) == pytest.approx(1, abs=0.05)
+    assert float(o.w.std()) == pytest.approx(256**-0.5, rel=0.05)
+    assert float((o.x @ o.w).std()) == pytest.approx(1, abs=0.1)
+    assert torch.equal(o.x, operands.draw(gemm, 5).x)
+    assert not torch.equal(o.x, operands.draw(gemm, 6).x)
+    again = operands.copies(o, 3)
+    assert len({s.x.data_ptr() for s in again}) == 3
+    assert all(torch.equal(s.x, o.x) and s.w.stride() == o.w.stride() for s in again)
+
+
+def test_sets_rotate_past_the_cache_within_256_mib():
+    def square(n: int) -> Gemm:
+        return Gemm(n, n, n, "N", "N", *["float32"] * 3, "-", n, n, n)
+
+    assert operands.rotation(square(4096), 32 << 20) == 1
+    assert operands.rotation(square(1024), 32 << 20) == 6
+    assert operands.rotation(square(1024), 1 << 40) * square(1024).bytes <= 256 << 20
+    assert operands.rotation(square(8), 1 << 30) == operands.MAX_SETS
+    assert operands.cache_bytes("cpu") > 0
+
+
+# ------------------------------------------------------------------------------------------ workers
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_or_hangs_costs_its_own_gemm(tmp_path):
+    gemms = [scripted.gemm(m) for m in (38, 39, 32)]
+    options = QUICK._replace(timeout_s=6)
+    summary = sweep(tmp_path, *gemms, options=options)
+    reasons = {line.gemm.m: line.reason for line in summary.lines}
+    assert reasons[38] == "worker killed by SIGABRT: the library says why"
+    assert reasons[39] == "not done after 6 s: stopped"
+    assert reasons[32] == ""
+    rows = table.read(tmp_path / "candidates.csv", table.Candidate).rows
+    for m in (38, 39):
+        (row,) = [r for r in rows if r.gemm.m == m]
+        assert row.status == "failed" and row.algo == NO_ALGO
+    (tuned,) = table.read(tmp_path / "tuned.csv", table.Tuned).rows
+    assert tuned.gemm == gemms[2] and tuned.algo.config == "fast"
+
+
+def test_a_worker_has_the_threads_of_the_job():
+    rows = measure_apart(Threads(), Task(scripted.gemm(31), 0.01, False, 0, 0), 1, 60)
+    assert [r.reason for r in rows] == ["1 threads"]
+
+
+class Threads(Scripted):
+    def algos(self, gemm):
+        raise BackendError(f"{torch.get_num_threads()} threads")
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
+    file = tmp_path / "shapes.csv"
+    gemms = [scripted.gemm(32, k=64), *(scripted.gemm(40, n=n) for n in (20, 21, 22, 23))]
+    table.write(file, shapes(*gemms).rows, table.Shape, {"threads": 1})
+    candidates, tuned = tmp_path / "candidates.csv", tmp_path / "tuned.csv"
+    words = [sys.executable, scripted.__file__, str(file), str(tmp_path)]
+    child = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    deadline = time.monotonic() + 60
+
+    def closed() -> int:
+        text = candidates.read_text() if candidates.exists() else ""
+        return text.count(",default,,")
+
+    while closed() < 2:
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    before = candidates.read_bytes()
+    assert table.read(tuned, table.Tuned).rows[0].gemm == gemms[0]
+    # and the kill might have come between two rows, or within one
+    with candidates.open("ab") as f:
+        line = before.splitlines(keepends=True)[-1].replace(b"default", b"dropped")
+        f.write(line.replace(b",20,", b",23,") + line[:40])
+
+    done = []
+    summary = sweep(tmp_path, *gemms, progress=lambda e: done.append(e) if e.line else None)
+    assert summary.resumed >= 2 and len(done) == len(gemms) - summary.resumed
+    assert candidates.read_bytes().startswith(before)
+    rows = table.read(candidates, table.Candidate).rows
+    defaults = [row.gemm for row in rows if row.status == "default"]
+    assert sorted(defaults) == sorted(gemms)
+    assert [row.gemm for row in table.read(tuned, table.Tuned).rows] == gemms[:1]
+    again = sweep(tmp_path, *gemms, progress=lambda e: pytest.fail("measured again"))
+    assert again.resumed == len(gemms)
+    assert [(x.gemm, x.algo) for x in again.lines] == [(x.gemm, x.algo) for x in summary.lines]
+
+
+# ----------------------------------------------------------------------------- refusals and choices
+
+
+def test_another_library_or_thread_count_is_refused_with_the_way_out(tmp_path):
+    sweep(tmp_path, scripted.gemm(31))
+    before = (tmp_path / "candidates.csv").read_bytes()
+    with pytest.raises(Incompatible, match=r"scripted 1 .*scripted 2.*--fresh"):
+        sweep(tmp_path, scripted.gemm(31), backend=Scripted("scripted 2"))
+    with pytest.raises(Incompatible, match="threads: 1 when the table was made, 2 here"):
+        sweep(tmp_path, scripted.gemm(31), options=QUICK._replace(threads=2))
+    assert (tmp_path / "candidates.csv").read_bytes() == before
+    fresh = QUICK._replace(fresh=True)
+    assert sweep(tmp_path, scripted.gemm(31), backend=Scripted("2"), options=fresh).resumed == 0
+
+
+def test_shapes_of_a_gpu_are_not_swept_on_a_cpu_unasked(tmp_path):
+    made = {"machine": {"arch": "AMD Instinct MI300X gfx942", "dev_cap": 904}}
+    with pytest.raises(Incompatible, match=r"MI300X.*--backend cpu --force"):
+        sweep(tmp_path, scripted.gemm(31), **made)
+    with pytest.raises(Incompatible, match=r"a GPU \(api lt\)"):
+        sweep(tmp_path, scripted.gemm(31)._replace(api="lt"))
+    assert not (tmp_path / "candidates.csv").exists()
+    assert sweep(tmp_path, scripted.gemm(31), options=QUICK._replace(force=True), **made).lines
+
+
+def test_gemms_are_ordered_by_time_and_the_small_ones_get_less():
+    big, small, odd = scripted.gemm(32, k=640), scripted.gemm(33, k=2), scripted.gemm(99)
+    empty = scripted.gemm(32, n=0)
+    rows = [table.Shape(g, calls=c) for g, c in ((small, 1), (big, 1), (big, 2), (odd, 1))]
+    plan = run.make_plan([*rows, table.Shape(empty)], Scripted(), QUICK)
+    assert [t.gemm for t in plan.tasks] == [big, small]
+    assert [t.sustained for t in plan.tasks] == [True, False]
+    assert plan.tasks[0].seconds > plan.tasks[1].seconds
+    assert plan.calls[big] == 3 and sum(plan.shares.values()) == pytest.approx(1)
+    assert set(plan.unsupported) == {odd, empty} and plan.unsupported[odd] == "no script"
+    timed = [row._replace(time_us=900.0 if row.gemm == small else 1.0) for row in rows]
+    top = run.make_plan(timed, Scripted(), QUICK._replace(top=1))
+    assert [t.gemm for t in top.tasks] == [small] and top.skipped == 1
+
+
+def test_tuned_rows_are_real_wins_alone_and_tables_say_how_they_were_made(tmp_path):
+    command = ["torchrun", "train.py", "--size", "a b"]
+    gemms = scripted.gemm(32, n=64, k=64), scripted.gemm(33), scripted.gemm(31)
+    summary = sweep(tmp_path, *gemms, backend=Scripted(cap=7), command=command)
+    tuned = table.read(tmp_path / "tuned.csv", table.Tuned)
+    (row,) = tuned.rows
+    assert (row.gemm, row.algo.config, row.dev_cap, row.ws_min) == (gemms[0], "fast", 7, 4096)
+    assert row.ratio_low > 1.005 and row.time_us < row.default_us
+    made = tuned.provenance
+    assert made["stage"] == "sweep" and made["threads"] == made["machine"]["threads"] == 1
+    assert made["command"] == command and made["machine"]["library"] == "scripted 1"
+    assert table.read(tmp_path / "candidates.csv", table.Candidate).provenance == made
+    assert summary.before_us == pytest.approx(3 * 2 * 100, rel=0.05)
+    assert summary.before_us - summary.after_us == pytest.approx(2 * 20, rel=0.15)
+
+
+def test_a_higher_least_gain_on_resuming_takes_the_row_out_again(tmp_path):
+    assert sweep(tmp_path, scripted.gemm(32)).lines[0].algo
+    again = sweep(tmp_path, scripted.gemm(32), options=QUICK._replace(min_gain=0.5))
+    assert again.resumed == 1 and again.lines[0].algo is None
+    assert table.read(tmp_path / "tuned.csv", table.Tuned).rows == []
+
+
+# ------------------------------------------------------------------------------------- command line
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    monkeypatch.setitem(base.BACKENDS, "scripted", "scripted:Scripted")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*gemms: Gemm, words: str = "--backend scripted", made=None):
+        rows = shapes(*gemms).rows
+        table.write("shapes.csv", rows, table.Shape, {"threads": 1, **(made or {})})
+        more = f"sweep shapes.csv --seconds-per-shape 0.01 {words}".split()
+        return CliRunner().invoke(main, more)
+
+    return call
+
+
+def test_the_command_says_what_was_gained_and_what_to_do_next(command):
+    made = {"command": ["torchrun", "train.py", "--name", "a b"]}
+    result = command(scripted.gemm(32), scripted.gemm(99), made=made)
+    assert result.exit_code == 0, result.output
+    assert "1 GEMMs on scripted, 1 threads: about" in result.stderr
+    assert "left out: 99x24x16" in result.stderr and "[1/1] 32x24x16" in result.stderr
+    assert "gemmtune replay tuned.csv -- torchrun train.py --name 'a b'" in result.stderr
+    assert "fast" in result.stdout and "% less) with 1 of 1 GEMMs tuned" in result.stdout
+    assert Path("tuned.csv").exists() and Path("candidates.csv").exists()
+
+
+def test_the_command_says_plainly_that_nothing_was_gained(command):
+    result = command(scripted.gemm(33))
+    assert result.exit_code == 0
+    assert "Nothing gained" in result.stdout and "replay" not in result.stderr
+    assert table.read("tuned.csv", table.Tuned).rows == []
+
+
+def test_the_command_answers_in_json(command):
+    result = command(scripted.gemm(32), words="--backend scripted --json --min-gain 1%")
+    answer = json.loads(result.stdout)
+    assert answer["gemms"][0]["algorithm"] == "fast" and answer["gemms"][0]["ratio"]["low"] > 1.2
+    assert answer["provenance"]["min_gain"] == 0.01
+
+
+def test_the_command_translates_errors_to_one_line(command):
+    made = {"machine": {"dev_cap": 904, "arch": "MI300X gfx942"}}
+    for words, code, text in (
+        ("--backend scripted --force", 3, "captured on MI300X"),
+        ("--backend cuda", 2, "unknown backend 'cuda'"),
+        ("--min-gain lots", 2, "not a percentage"),
+    ):
+        result = command(scripted.gemm(31), words=words, made=made)
+        assert result.exit_code == code and text in result.stderr, result.output
+    assert "gemmtune: " in command(scripted.gemm(31), made=made).stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_cpu_backend_from_the_command_line(command):
+    """The example of --help, on real kernels and a real clock."""
+    help_text = CliRunner().invoke(main, ["sweep", "--help"]).output
+    assert "Example:  gemmtune sweep shapes.csv -o tuned.csv --seconds-per-shape 2" in help_text
+    types = ("bfloat16",) * 3
+    linear = Gemm(*(128, 64, 64), "T", "N", *types, "-", 64, 64, 128)
+    result = command(linear, words="-o out.csv --seconds-per-shape 0.2 --backend cpu")
+    assert result.exit_code == 0, result.output
+    rows = table.read("candidates.csv", table.Candidate).rows
+    assert {r.algo.config for r in rows} == {a.config for a in cpu.Cpu().algos(linear)}
+    assert rows[-1].status == "default" and rows[-1].time_us > 0
+    assert not [r for r in rows if r.status == "failed"]
+    table.read("out.csv", table.Tuned)
