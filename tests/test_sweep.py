@@ -303,6 +303,41 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
     assert [(x.gemm, x.algo) for x in again.lines] == [(x.gemm, x.algo) for x in summary.lines]
 
 
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
+    gemms = [scripted.gemm(32, k=64), scripted.gemm(39)]
+    table.write(tmp_path / "shapes.csv", shapes(*gemms).rows, table.Shape, {"threads": 1})
+    code = "from gemmtune.backends import base; from gemmtune.cli import main; "
+    code += "base.BACKENDS['scripted'] = 'scripted:Scripted'; main()"
+    words = [sys.executable, "-c", code, "sweep", "shapes.csv", "--backend", "scripted"]
+    path = os.pathsep.join((os.getcwd(), os.path.dirname(scripted.__file__)))
+    child = subprocess.Popen(
+        [*words, "--seconds-per-shape", "0.01"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for line in child.stderr:
+        if line.startswith("[1/2]"):
+            break
+    time.sleep(0.5)  # into the Gemm that hangs
+    os.killpg(child.pid, signal.SIGINT)
+    assert "interrupted; what was measured is kept" in child.communicate(timeout=30)[1]
+    assert child.returncode == 130
+    (row,) = table.read(tmp_path / "tuned.csv", table.Tuned).rows
+    assert row.gemm == gemms[0]
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            os.killpg(child.pid, 0)
+        except ProcessLookupError:
+            break
+        assert time.monotonic() < deadline, "a worker outlived the sweep"
+        time.sleep(0.05)
+
+
 # ----------------------------------------------------------------------------- refusals and choices
 
 
@@ -311,6 +346,10 @@ def test_another_library_or_thread_count_is_refused_with_the_way_out(tmp_path):
     before = (tmp_path / "candidates.csv").read_bytes()
     with pytest.raises(Incompatible, match=r"scripted 1 .*scripted 2.*--fresh"):
         sweep(tmp_path, scripted.gemm(31), backend=Scripted("scripted 2"))
+    wider = Scripted()
+    wider.numerics = "any"
+    with pytest.raises(Incompatible, match="numerics: type when the table was made, any here"):
+        sweep(tmp_path, scripted.gemm(31), backend=wider)
     with pytest.raises(Incompatible, match="threads: 1 when the table was made, 2 here"):
         sweep(tmp_path, scripted.gemm(31), options=QUICK._replace(threads=2))
     assert (tmp_path / "candidates.csv").read_bytes() == before
@@ -324,6 +363,8 @@ def test_shapes_of_a_gpu_are_not_swept_on_a_cpu_unasked(tmp_path):
         sweep(tmp_path, scripted.gemm(31), **made)
     with pytest.raises(Incompatible, match=r"a GPU \(api lt\)"):
         sweep(tmp_path, scripted.gemm(31)._replace(api="lt"))
+    with pytest.raises(Incompatible, match=r"a GPU \(device cuda\)"):
+        sweep(tmp_path, scripted.gemm(31), device="cuda")
     assert not (tmp_path / "candidates.csv").exists()
     assert sweep(tmp_path, scripted.gemm(31), options=QUICK._replace(force=True), **made).lines
 
@@ -395,6 +436,9 @@ def test_the_command_says_what_was_gained_and_what_to_do_next(command):
 
 
 def test_the_command_says_plainly_that_nothing_was_gained(command):
+    empty = command(scripted.gemm(99))
+    assert empty.exit_code == 0 and "No GEMM to sweep" in empty.stdout
+    Path("candidates.csv").unlink()
     result = command(scripted.gemm(33))
     assert result.exit_code == 0
     assert "Nothing gained" in result.stdout and "replay" not in result.stderr

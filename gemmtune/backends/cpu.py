@@ -130,7 +130,7 @@ class Add(NamedTuple):
         return self if self.c is None else self._replace(c=part(self.c))
 
 
-def run(  # noqa: PLR0917
+def run(
     config: str,
     x: Tensor,
     w: Tensor,

@@ -67,7 +67,7 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--fresh", is_flag=True, help="Measure all anew; candidates are overwritten.")
 @click.option("--force", is_flag=True, help="Sweep a GPU's shapes on a CPU (with --backend cpu).")
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON.")
-def sweep(  # noqa: PLR0917
+def sweep(
     shapes: str,
     output: str,
     candidates: str | None,
@@ -112,7 +112,7 @@ def sweep(  # noqa: PLR0917
     )
     for gemm, reason in plan.unsupported.items():
         say(f"left out: {gemm}: {reason}")
-    with show(plan.seconds) as progress:
+    with show(plan.seconds, len(plan.tasks)) as progress:
         summary = run.sweep(read, chosen, path, output, options, progress)
     if as_json:
         click.echo(json.dumps(as_dict(summary), indent=1))
@@ -150,7 +150,7 @@ def name(line: Line) -> str:
 
 
 @contextmanager
-def show(seconds: float) -> Iterator[Callable[[Event], None]]:
+def show(seconds: float, total: int) -> Iterator[Callable[[Event], None]]:
     """A live bar with the time left; where stderr is no terminal, a line for each GEMM."""
     from rich.console import Console
     from rich.markup import escape
@@ -172,12 +172,12 @@ def show(seconds: float) -> Iterator[Callable[[Event], None]]:
         TextColumn("{task.fields[left]} left  {task.description}"),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=None, left=duration(seconds))
+        task = bar.add_task("", total=total, left=duration(seconds))
 
         def live(event: Event) -> None:
             left = duration(event.seconds_left)
             text = escape(str(event.gemm))
-            bar.update(task, completed=event.done, total=event.total, left=left, description=text)
+            bar.update(task, completed=event.done, left=left, description=text)
             if event.line and (event.line.gain or event.line.reason):
                 bar.console.print(f"{text}  {escape(gain(event.line))} {name(event.line)}")
 
@@ -209,6 +209,8 @@ def print_summary(summary: Summary) -> None:
 
 def verdict(summary: Summary) -> str:
     """What the sweep came to, in one line."""
+    if not summary.lines:
+        return "No GEMM to sweep: none of the table's can be run by this backend."
     won = sum(line.gain is not None for line in summary.lines)
     before, after = time(summary.before_us), time(summary.after_us)
     if not won:

@@ -7,6 +7,7 @@ and in search.py.
 from __future__ import annotations
 
 import gc
+import math
 import random
 from typing import NamedTuple
 
@@ -158,11 +159,11 @@ def _row(
     interval: Interval,
     regime: str,
 ) -> Candidate:
-    high = min(interval.high, 1e9)  # a table's numbers are finite
+    bounds = interval[1:] if math.isfinite(interval.high) else (0.0, 0.0)  # 0: not known
     time_us, samples = raced.time_us(algo), len(raced.ratios[algo])
     return Candidate(
         *(gemm, algo, status, reason, time_us),
-        *(interval.ratio, interval.low, high, samples, regime),
+        *(interval.ratio, *bounds, samples, regime),
     )
 
 

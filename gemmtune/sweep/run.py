@@ -25,7 +25,7 @@ from gemmtune.table import Candidate, Shape, Table, Tuned
 
 MATTERS = 0.02  # share of the GEMM time from which a Gemm gets the sustained confirmation
 LESSER = 1 / 3  # of the seconds per shape, for a Gemm below that share
-START_S = 1.0  # of a worker: process, operands, verification
+START_S = 1.5  # of a worker: process, operands, verification
 WS_MAX = 2**63 - 1
 GPU_APIS = ("lt", "gemmex")
 
@@ -126,7 +126,7 @@ def make_plan(shapes: Iterable[Shape], backend: Backend, options: Options) -> Pl
     return Plan(calls, shares, tasks, unsupported, len(ordered) - len(kept))
 
 
-def sweep(  # noqa: PLR0917
+def sweep(
     shapes: Table[Shape],
     backend: Backend,
     candidates_path: PathLike,
@@ -184,7 +184,8 @@ def _shares(rows: list[Shape]) -> dict[Gemm, float]:
     timed = all(row.time_us > 0 for row in rows)
     weights: dict[Gemm, float] = {}
     for row in rows:
-        weight = row.calls * (row.time_us if timed else row.gemm.flops)
+        calls = row.calls * len(table.parse_ranks(row.ranks))
+        weight = calls * (row.time_us if timed else row.gemm.flops)
         weights[row.gemm] = weights.get(row.gemm, 0.0) + weight
     total = sum(weights.values()) or 1.0
     return {gemm: weight / total for gemm, weight in weights.items()}
@@ -198,10 +199,12 @@ def _refuse_gpu_shapes(shapes: Table[Shape], backend: Backend, options: Options)
     """A CPU says nothing about a GPU's algorithms."""
     if backend.device != "cpu" or options.force:
         return
+    device = shapes.provenance.get("device", "cpu")
     made = shapes.provenance.get("machine") or {}
     apis = {row.gemm.api for row in shapes.rows} & set(GPU_APIS)
-    if made.get("dev_cap") or apis:
-        where = made.get("arch") or f"a GPU (api {', '.join(sorted(apis))})"
+    if device != "cpu" or made.get("dev_cap") or apis:
+        signs = [f"device {device}"] * (device != "cpu") + [f"api {api}" for api in sorted(apis)]
+        where = made.get("arch") or f"a GPU ({', '.join(signs)})"
         raise Incompatible(
             f"these shapes were captured on {where}, and this would tune a CPU: sweep them on "
             "such a GPU, or add --backend cpu --force to try the workflow here"
@@ -218,6 +221,7 @@ def _provenance(
         "stage": "sweep",
         "version": __version__,
         "backend": backend.name,
+        "numerics": backend.numerics,
         "machine": {**machine.fingerprint(backend), "threads": threads},
         "threads": threads,
         "seconds_per_shape": options.seconds_per_shape,
@@ -239,9 +243,10 @@ def _resume(
         differs = ["it does not say on what machine it was made"]
     else:
         differs = machine.incompatible(made, provenance["machine"])
-        if old.provenance.get("threads") != provenance["threads"]:
-            was = old.provenance.get("threads")
-            differs.append(f"threads: {was} when the table was made, {provenance['threads']} here")
+        for field in ("threads", "numerics"):
+            was, now = old.provenance.get(field), provenance[field]
+            if was != now:
+                differs.append(f"{field}: {was} when the table was made, {now} here")
     if differs:
         raise Incompatible(
             f"{path} is of another sweep ({'; '.join(differs)}): name another --candidates and -o, "

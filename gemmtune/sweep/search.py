@@ -23,6 +23,7 @@ MIN_REPEATS, MAX_REPEATS = 7, 25  # pairs with the default that a round collects
 SAMPLE_US = 2_000.0  # a sample of the screen lasts at least this long: clocks and timers are coarse
 SCREEN_SHARE = 0.4  # of a shape's time, where a sustained confirmation follows
 CONFIRM_REPEATS = 10
+CHUNKS = 8  # of a stretch, so that an interruption spoils one of them and not the stretch
 CONFIDENCE = 0.99  # over all finalists of a Gemm together
 
 
@@ -126,7 +127,8 @@ def confirm(
 ) -> Raced:
     """Fresh samples of the finalists, each alone for a stretch of `budget_us`, at its own clocks.
 
-    The first fifth of a stretch lets clocks and caches settle and is not counted.
+    The first fifth of a stretch lets clocks and caches settle and is not counted; of the rest,
+    chunk by chunk, the trimmed mean.
     """
     entrants = [default, *finalists]
     stretch_us = budget_us / CONFIRM_REPEATS / len(entrants)
@@ -136,7 +138,8 @@ def confirm(
         settle = count // 5
         if settle:
             sample(algo, settle)
-        return sample(algo, count - settle)
+        chunks = min(CHUNKS, count - settle)
+        return trimmed_mean([sample(algo, (count - settle) // chunks) for _ in range(chunks)])
 
     return race(default, finalists, sustained, launches, repeats=CONFIRM_REPEATS, rng=rng)
 
