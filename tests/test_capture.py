@@ -318,7 +318,7 @@ def test_every_matmul_operator_is_recorded_and_others_are_named(gemmtune, tmp_pa
         api="scaled_mm",
     )  # fmt: skip
     assert "addmv 1x" in output
-    assert "mm (complex64) 1x" in output
+    assert "mm of complex64 1x" in output
 
 
 def test_a_custom_function_with_two_products_is_told_apart(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
 """What capture does inside each process of the job: wait, record, save, get out of the way.
 
 Waits for `warmup` optimizer steps, records `steps` of them, and writes this process's rank file
-after each step and every half second while it records, so that a job that dies keeps what was
-seen. Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null).
+at the end and every half second while it records, so that a job that dies keeps what was seen.
+Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null).
 """
 
 from __future__ import annotations
@@ -67,7 +67,6 @@ class Session:
             if self.options["stop"]:
                 steps.stop_job()
         else:
-            self._save()
             self._began = time.perf_counter()
 
     def _end(self) -> None:
@@ -78,12 +77,12 @@ class Session:
         self._save()
 
     def _at_exit(self) -> None:
-        if not self._done.is_set() and (self.waited or (self.recorder and self.recorder.seen)):
+        if not self._done.is_set() and (self.waited or (self.recorder and self.recorder.rows())):
             self._end()
 
     def _save_at_times(self) -> None:
         while not self._done.wait(SAVE_EVERY_S):
-            if self.recorder is not None and self.recorder.seen:
+            if self.recorder is not None and self.recorder.rows():
                 self._save()
 
     def _save(self) -> None:
@@ -93,7 +92,7 @@ class Session:
                 self.out,
                 {
                     "rows": recorder.rows() if recorder else [],
-                    "untranslated": dict(recorder.untranslated) if recorder else {},
+                    "untranslated": recorder.untranslated() if recorder else {},
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": steps.optimizers(),

@@ -81,8 +81,6 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-_SPARSE = torch._C.DispatchKey.Sparse
-_SPARSE_ROWS = torch._C.DispatchKey.SparseCsr
 
 
 class Override:
@@ -92,9 +90,8 @@ class Override:
     call's arguments; what it returns is what the caller gets. An in-place form comes as its out
     form: `kwargs["out"]` is where the result must be written, and `handle` must return it. GEMMs
     called while `handle` runs are not handed to it again. Where `handle` raises, the call goes
-    through as the job made it: `faults` counts that, and the first is told on stderr. Products of
-    sparse tensors come as "sparse mm" and the like, which no Gemm spells. One override at a time
-    may be in place in a process.
+    through as the job made it: `faults` counts that, and the first is told on stderr. One
+    override at a time may be in place in a process.
     """
 
     def __init__(self, handle: Handle, others: bool = False) -> None:
@@ -139,15 +136,14 @@ class Override:
                 return own(below, *args, **kwargs)
             if inplace:
                 kwargs["out"] = args[0]
-            name = f"sparse {op}" if keys.has(_SPARSE) or keys.has(_SPARSE_ROWS) else op
             _thread.inside = True
             try:
-                return handle(name, partial(native, below), args, kwargs)
+                return handle(op, partial(native, below), args, kwargs)
             except Exception as error:
                 if "out" in kwargs:  # it may have been written to, so there is no second try
                     raise
                 result = own(below, *args, **kwargs)  # a fault of the call itself comes from here
-                self._fault(name, error)
+                self._fault(op, error)
                 return result
             finally:
                 _thread.inside = False
@@ -181,12 +177,27 @@ def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
     try:
         if len(args) == 2 and not kwargs:
             a, b = args
-            return op, a.shape, a.stride(), a.dtype, b.shape, b.stride(), b.dtype
+            return op, (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
         if op == GROUPED:
             return None
         return op, *map(_part, args), *map(_part, kwargs.items())
     except RuntimeError:
         return None
+
+
+def arguments(signature: Any) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Operator and arguments of a call of this signature, its tensors without data (meta)."""
+    op, *parts = signature
+    values = [_rebuild(part) for part in parts]
+    named = [v for v in values if isinstance(v, tuple) and len(v) == 2 and isinstance(v[0], str)]
+    return op, tuple(values[: len(values) - len(named)]), dict(named)
+
+
+def _rebuild(part: Any) -> Any:
+    if isinstance(part, tuple) and part and isinstance(part[0], torch.Size):
+        shape, stride, dtype = part
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return tuple(_rebuild(v) for v in part) if isinstance(part, tuple) else part
 
 
 def _part(value: Any) -> Hashable:
