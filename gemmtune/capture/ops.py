@@ -7,7 +7,6 @@ larger part of the work.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 
@@ -245,7 +245,7 @@ class Recompute:
     """
 
     def __init__(self) -> None:
-        self._module = importlib.import_module("torch.utils.checkpoint")
+        self._module: Any = sys.modules["torch.utils.checkpoint"]
         self._tasks: dict[tuple[int, int], int] = {}
         self._hook = self._module._recomputation_hook
         self._backward: Any = self._module.CheckpointFunction.backward
