@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -245,13 +246,29 @@ class Recompute:
     """
 
     def __init__(self) -> None:
-        self._module: Any = sys.modules["torch.utils.checkpoint"]
+        # torch's own names: what surrounds a non-reentrant recomputation, and the function whose
+        # backward is a reentrant one.
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._tasks: dict[tuple[int, int], int] = {}
-        self._hook = self._module._recomputation_hook
-        self._backward: Any = self._module.CheckpointFunction.backward
+        self._replace(torch.utils.checkpoint, "_recomputation_hook", self._surround)
+        self._replace(torch.utils.checkpoint.CheckpointFunction, "backward", self._wrap)
+
+    def _replace(self, owner: Any, name: str, change: Callable[[Any], Any]) -> None:
+        original = vars(owner)[name]
+        self._replaced.append((owner, name, original))
+        setattr(owner, name, change(original))
+
+    def remove(self) -> None:
+        for owner, name, original in self._replaced:
+            setattr(owner, name, original)
+
+    def running(self, task: int) -> bool:
+        return self._tasks.get((threading.get_ident(), task), 0) > 0
+
+    def _surround(self, hook: Any) -> Any:
         recompute = self
 
-        class Hook(self._hook):  # type: ignore[name-defined, misc]
+        class Hook(hook):  # type: ignore[misc]
             def __enter__(self) -> Any:
                 recompute._change(1)
                 return super().__enter__()
@@ -260,22 +277,17 @@ class Recompute:
                 recompute._change(-1)
                 return super().__exit__(*error)
 
+        return Hook
+
+    def _wrap(self, original: staticmethod[..., Any]) -> Any:
         def backward(ctx: Any, *grads: Any) -> Any:
-            recompute._change(1)
+            self._change(1)
             try:
-                return recompute._backward(ctx, *grads)
+                return original.__func__(ctx, *grads)
             finally:
-                recompute._change(-1)
+                self._change(-1)
 
-        self._module._recomputation_hook = Hook
-        self._module.CheckpointFunction.backward = staticmethod(backward)
-
-    def remove(self) -> None:
-        self._module._recomputation_hook = self._hook
-        self._module.CheckpointFunction.backward = staticmethod(self._backward)
-
-    def running(self, task: int) -> bool:
-        return self._tasks.get((threading.get_ident(), task), 0) > 0
+        return staticmethod(backward)
 
     def _change(self, by: int) -> None:
         key = threading.get_ident(), torch._C._current_graph_task_id()
