@@ -171,8 +171,8 @@ def _redispatch(overload: str) -> Callable[..., Any]:
 def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """What a translation depends on, cheap to build: calls with equal signatures are one Gemm.
 
-    None for grouped products, whose group sizes are values and not shapes, and for tensors
-    without strides (sparse ones).
+    None for grouped products whose group sizes are values and not shapes, and for tensors without
+    strides (sparse ones).
     """
     try:
         if len(args) == 2 and not kwargs:
