@@ -655,3 +655,19 @@ def test_a_compiled_function_stays_compiled_and_its_products_are_seen(calls):
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     assert seen == [5 * 2 * 6 * 8 * 8] * 3
+
+
+def test_packed_weights_of_a_frozen_graph_are_named(calls):
+    if not torch.backends.mkl.is_available():
+        pytest.skip("this torch is built without MKL")
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    model = torch.compile(nn.Linear(32, 32, bias=False))
+    with config.patch(freezing=True), torch.no_grad():
+        model(torch.ones(8, 32))
+        calls.clear()
+        model(torch.ones(8, 32))
+    ((op, args, kwargs),) = calls
+    assert op == "mkl::_mkl_linear"
+    assert kernels.translate(op, args, kwargs) == ()
