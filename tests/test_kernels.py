@@ -262,6 +262,7 @@ def test_scaled_mm_by_tensor_and_by_row(calls, bias, by_row):
     assert (gemm.trans_a, gemm.trans_b) == ("T", "N")
     assert gemm.scale_mode == (3 if by_row else 0)
     assert gemm.fast_accum == 0
+    assert kernels.translate(*kernels.arguments(kernels.signature(op, args, kwargs))) == (gemm,)
     check(gemm, x, w, result, c, beta=int(bias))
 
 
@@ -339,6 +340,7 @@ def test_equal_signatures_mean_equal_gemms(calls):
         for call in calls:
             key = kernels.signature(*call)
             assert known.setdefault(key, kernels.translate(*call)) == kernels.translate(*call)
+            assert kernels.translate(*kernels.arguments(key)) == kernels.translate(*call)
     assert len(known) < 900
 
 
@@ -372,8 +374,8 @@ def test_a_call_that_torch_refuses_is_refused_in_the_same_words(override, wrong)
 @pytest.mark.parametrize(
     ("op", "product"),
     [
-        ("sparse mm", lambda a: a.to_sparse_csr() @ a),
-        ("sparse addmm", lambda a: torch.sparse.mm(a.to_sparse(), a)),
+        ("mm", lambda a: a.to_sparse_csr() @ a),
+        ("addmm", lambda a: torch.sparse.mm(a.to_sparse(), a)),
         ("mm", lambda a: a.long() @ a.long()),
         ("mm", lambda a: a.cfloat() @ a.cfloat()),
         ("addmv", lambda a: a @ a[0]),

@@ -7,7 +7,6 @@ calls gemmtune.step() is counted by those calls alone.
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -66,13 +65,21 @@ class _Steps:
 _steps = _Steps()
 
 
+# Whether a class's step may call another that torch hooks. No functools.cache: torch.compile, which
+# traces the hook with the step, warns of one.
+_calls_parent: dict[type[Optimizer], bool] = {}
+
+
 def _within_another(optimizer: Optimizer) -> bool:
     """Whether this is the step of a parent class, called by a subclass's step that torch hooks too.
 
     To be asked from the hook itself, by its caller.
     """
-    kind: Any = type(optimizer)
-    if not _calls_parent(kind):
+    kind = type(optimizer)
+    if kind not in _calls_parent:
+        hooked = sum("step" in vars(c) for c in kind.__mro__ if c is not Optimizer)
+        _calls_parent[kind] = hooked > 1
+    if not _calls_parent[kind]:
         return False
     hook = sys._getframe(2)
     frame = hook.f_back
@@ -81,12 +88,6 @@ def _within_another(optimizer: Optimizer) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@functools.cache
-def _calls_parent(kind: type[Optimizer]) -> bool:
-    """Whether a step of this class may call another that torch hooks."""
-    return sum("step" in vars(c) for c in kind.__mro__ if c is not Optimizer) > 1
 
 
 class Handle:
