@@ -97,7 +97,7 @@ def _remarks(ranks: Sequence[Mapping[str, Any]], rows: Sequence[Shape]) -> list[
         remarks.append(
             f"torch.compile made {graphs} graphs; their library GEMMs are recorded, GEMMs that"
             " inductor generates itself (templates) cannot be seen"
-            + (f", and {', '.join(hidden)} asks for them" if hidden else "")
+            + (f"; here {', '.join(hidden)}" if hidden else "")
         )
     if any(not r["step_s"] for r in ranks):
         remarks.append("the job ended inside the first recorded step: counts are of a part of it")

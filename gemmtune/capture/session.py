@@ -104,12 +104,19 @@ class Session:
 
 
 def _compiled() -> dict[str, Any]:
-    """What torch.compile did in this process: graphs compiled, and what hides GEMMs from us."""
+    """What torch.compile did in this process: graphs made, and what hides GEMMs from us.
+
+    Templates are counted by inductor for C++; Triton's have no counter, so the settings that ask
+    for them are named.
+    """
     dynamo = sys.modules.get("torch._dynamo")
-    graphs = dynamo.utils.counters["stats"]["unique_graphs"] if dynamo is not None else 0
+    counters = dynamo.utils.counters if dynamo is not None else {}
+    graphs = counters["stats"]["unique_graphs"] if counters else 0
     if not graphs:
         return {"graphs": 0, "hidden": []}
-    inductor = sys.modules.get("torch._inductor.config")
+    settings = sys.modules.get("torch._inductor.config")
     options = ("cpp_wrapper", "max_autotune", "max_autotune_gemm")
-    hidden = [option for option in options if getattr(inductor, option, False)]
+    hidden = [f"{option} is on" for option in options if getattr(settings, option, False)]
+    if templates := counters["inductor"]["cpp_templated_kernel_counter"]:
+        hidden.append(f"{templates} C++ templates were made")
     return {"graphs": graphs, "hidden": hidden}
