@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from gemmtune.capture.names import clean_name
 from gemmtune.capture.passes import Forward, match
 from gemmtune.gemm import Gemm
 from gemmtune.job import kernels
-from gemmtune.job.files import complain
 
 # Bound once: they are called at every GEMM.
 current_task = torch._C._current_graph_task_id
@@ -39,19 +37,17 @@ class Noted(NamedTuple):
     """A call as it happened."""
 
     step: int
-    op: str
-    signature: Any  # None where it has none; then `gemms` are known already
-    gemms: tuple[Gemm, ...]
-    x: tuple[int, ...]  # shapes
-    w: tuple[int, ...]
-    storages: tuple[int, int]
+    signature: Any  # of kernels.signature; without one (op, x, w) by shape, and `gemms` are known
+    gemms: tuple[Gemm, ...] | None
+    x_storage: int
+    w_storage: int
+    seconds: float
     task: int  # of autograd; -1 outside backward
     recompute: bool
     node: int  # sequence number of the autograd node, the forward's and its backward's alike
     tracked: bool
     module: int  # id of the innermost module; 0 outside modules
     caller: str  # class of the backward node
-    seconds: float
 
 
 class Seen:
@@ -84,7 +80,7 @@ class Recorder:
         self._owners: dict[int, int] = {}  # a module's id by its parameter's storage
         self._searched: set[int] = set()
         self._recompute = Recompute()
-        self._override = kernels.Override(self._handle, others=True)
+        self._override = kernels.Override(self._note, others=True, watch=True)
 
     def remove(self) -> None:
         """Leave torch as it was; what was seen stays."""
@@ -114,45 +110,28 @@ class Recorder:
         self._sort()
         return dict(self._untranslated)
 
-    def _handle(
-        self, op: str, native: kernels.Native, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        started = time.perf_counter()
-        result = native(*args, **kwargs)
-        seconds = time.perf_counter() - started
-        try:
-            self._note(op, args, kwargs, seconds)
-        except Exception as error:
-            if not self._untranslated.get(op):
-                complain(f"recording {op}", error)
-            self._untranslated[op] = self._untranslated.get(op, 0) + 1
-        return result
-
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> None:
         if op not in kernels.GEMM_OPS:
             self._untranslated[op] = self._untranslated.get(op, 0) + 1
             return
         x, w = args[1:3] if op in WITH_C else args[:2]
+        gemms = None
         signature = kernels.signature(op, args, kwargs)
-        gemms = kernels.translate(op, args, kwargs) if signature is None else ()
+        if signature is None:
+            gemms = kernels.translate(op, args, kwargs)
+            signature = op, (x.shape,), (w.shape,)
         task = current_task()
-        recompute = task != -1 and self._recompute.running(task)
-        module, node, caller = 0, -1, ""
-        if task == -1 or recompute:
-            module = self._module(w)
+        if task == -1 or self._recompute.running(task):
             # The node that will run backward was made just before the kernel was called. Inside
             # an autograd.Function's forward grad mode is off and the node is the Function's.
-            node = next_node() - 1
+            where = task, task != -1, next_node() - 1, is_grad_enabled(), self._module(w), ""
         else:
-            running = current_node()
-            if running is not None:
-                node = running._sequence_nr()
-                caller = type(running).__name__
-        # A plain tuple in Noted's order: making a Noted takes half a microsecond more.
+            node = current_node()
+            number, caller = (node._sequence_nr(), type(node).__name__) if node else (-1, "")
+            where = task, False, number, False, 0, caller
         storages = x.untyped_storage()._cdata, w.untyped_storage()._cdata
-        what = self.step, op, signature, gemms, x.shape, w.shape, storages
-        where = task, recompute, node, is_grad_enabled(), module, caller, seconds
-        self._noted.append(what + where)
+        # A plain tuple in Noted's order: making a Noted takes longer.
+        self._noted.append((self.step, signature, gemms, *storages, seconds, *where))
         if len(self._noted) >= MANY:
             self._sort()
 
@@ -161,7 +140,7 @@ class Recorder:
 
         Read off the Python stack, since module hooks would make torch.compile compile anew.
         """
-        frame = sys._getframe(3)
+        frame = sys._getframe(2)
         inner = outer = None
         while frame is not None:
             if frame.f_code is _CALL_IMPL:
@@ -202,39 +181,43 @@ class Recorder:
         if call.step != self._sorted_step:
             self._forwards.clear()  # autograd's nodes do not outlive their step
             self._sorted_step = call.step
-        if call.task == -1 or call.recompute:
-            name, site = self._forward(call)
-            recompute = call.recompute
+        op = call.signature[0]
+        x, w = (part[0] for part in call.signature[2 if op in WITH_C else 1 :][:2])
+        rows, inner, cols = x[-2], x[-1], w[-1]
+        storages = call.x_storage, call.w_storage
+        recompute = call.recompute
+        if call.task == -1 or recompute:
+            site = self._names.get(call.module, "")
+            name = "fprop"
+            if not call.module and not call.tracked:
+                name = "other"  # an optimizer's own product, or an evaluation without modules
+            else:
+                calls = self._forwards.setdefault(call.node, [])
+                if call.tracked or len(calls) < 1024:  # without grad they pile up under one number
+                    calls.append(Forward(site, rows, inner, cols, *storages))
         else:
-            forwards = self._forwards.get(call.node, ())
-            name, forward = match(forwards, call.x[-2], call.x[-1], call.w[-1], call.storages)
+            name, forward = match(self._forwards.get(call.node, ()), rows, inner, cols, storages)
             site = forward.site if forward is not None else call.caller
             recompute = name == "fprop"
-        key = (call.signature or call.gemms or call.op, name, int(recompute), site)
+        key = (call.gemms or call.signature, name, int(recompute), site)
         seen = self._seen.get(key)
         if seen is None:
-            gemms = call.gemms
-            if call.signature is not None:
-                gemms = self._translations.get(call.signature, ())
-                if not gemms:
-                    gemms = kernels.translate(*kernels.arguments(call.signature))
-                    self._translations[call.signature] = gemms
-            seen = self._seen[key] = Seen(gemms, call.step)
+            seen = self._seen[key] = Seen(self._translate(call), call.step)
         seen.calls += 1
         seen.time_s += call.seconds
         if not seen.gemms:
-            types = call.signature[2 if call.op in WITH_C else 1][2:] if call.signature else ()
-            label = " ".join([call.op, *(str(t).replace("torch.", "of ") for t in types)])
+            label = " ".join(
+                [op, *(str(t).replace("torch.", "of ") for t in call.signature[1][2:])]
+            )
             self._untranslated[label] = self._untranslated.get(label, 0) + 1
 
-    def _forward(self, call: Noted) -> tuple[str, str]:
-        site = self._names.get(call.module, "")
-        if not call.module and not call.tracked:
-            return "other", ""  # an optimizer's own products, or an evaluation without modules
-        calls = self._forwards.setdefault(call.node, [])
-        if call.tracked or len(calls) < 1024:  # without grad they may pile up under one number
-            calls.append(Forward(site, call.x[-2], call.x[-1], call.w[-1], *call.storages))
-        return "fprop", site
+    def _translate(self, call: Noted) -> tuple[Gemm, ...]:
+        if call.gemms is not None:
+            return call.gemms
+        if call.signature not in self._translations:
+            gemms = kernels.translate(*kernels.arguments(call.signature))
+            self._translations[call.signature] = gemms
+        return self._translations[call.signature]
 
 
 class Recompute:

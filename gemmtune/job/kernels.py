@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from functools import partial
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from gemmtune.job.files import complain
 
 Native = Callable[..., Any]
 Handle = Callable[[str, Native, tuple[Any, ...], dict[str, Any]], Any]
+Note = Callable[[str, tuple[Any, ...], dict[str, Any], float], None]
 
 TYPES = {
     torch.float64: "float64",
@@ -81,6 +83,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 class Override:
@@ -94,9 +97,14 @@ class Override:
     override at a time may be in place in a process.
     """
 
-    def __init__(self, handle: Handle, others: bool = False) -> None:
-        """`others` hands over OTHER_OPS too."""
+    def __init__(self, handle: Handle | Note, others: bool = False, watch: bool = False) -> None:
+        """`others` hands over OTHER_OPS too.
+
+        With `watch` the calls go through as they are, and handle(op, args, kwargs, seconds) is
+        told of each when its kernel has returned; GEMMs inside other GEMMs are not told.
+        """
         self.faults = 0
+        self._watch = watch
         self._handle = handle
         self._libraries: dict[str, torch.library.Library] = {}
         try:
@@ -119,34 +127,60 @@ class Override:
         space, _, name = overload.partition("::")
         if space not in self._libraries:
             self._libraries[space] = torch.library.Library(space, "IMPL")
-        kernel = self._kernel(op, overload)
-        self._libraries[space].impl(name, kernel, "BackendSelect", with_keyset=True)
+        make = self._watched if self._watch else self._handled
+        self._libraries[space].impl(name, make(op, overload), "BackendSelect", with_keyset=True)
 
-    def _kernel(self, op: str, overload: str) -> Callable[..., Any]:
-        handle = self._handle
-        own = native = _redispatch(overload)
+    def _handled(self, op: str, overload: str) -> Callable[..., Any]:
+        handle: Any = self._handle
+        own = native = _Natives(overload)
         inplace = op in GEMM_OPS and overload.endswith("_")
         if inplace:
-            native = _redispatch(f"{overload[:-1]}.out")
+            native = _Natives(f"{overload[:-1]}.out")
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            below = keys & _BELOW
-            # Fake tensors (torch.compile traces with them) run no kernel of a device.
-            if _thread.inside or args[0].is_meta:
-                return own(below, *args, **kwargs)
+            below, call, fake = own[keys.raw_repr()]
+            if _thread.inside or fake:
+                return call(below, *args, **kwargs)
             if inplace:
                 kwargs["out"] = args[0]
             _thread.inside = True
             try:
-                return handle(op, partial(native, below), args, kwargs)
+                return handle(op, partial(native[keys.raw_repr()].call, below), args, kwargs)
             except Exception as error:
                 if "out" in kwargs:  # it may have been written to, so there is no second try
                     raise
-                result = own(below, *args, **kwargs)  # a fault of the call itself comes from here
+                result = call(below, *args, **kwargs)  # a fault of the call itself comes from here
                 self._fault(op, error)
                 return result
             finally:
                 _thread.inside = False
+
+        return kernel
+
+    def _watched(self, op: str, overload: str) -> Callable[..., Any]:
+        note: Any = self._handle
+        natives = _Natives(overload)
+        inplace = op in GEMM_OPS and overload.endswith("_")
+
+        # Between a job's kernels this code is cold in the caches, so it is short above all.
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            below, call, fake = natives[keys.raw_repr()]
+            if _thread.inside or fake:
+                return call(below, *args, **kwargs)
+            _thread.inside = True
+            try:
+                began = perf_counter()
+                result = call(below, *args, **kwargs)
+                seconds = perf_counter() - began
+            finally:
+                _thread.inside = False
+            try:
+                if inplace:
+                    kwargs["out"] = args[0]
+                note(op, args, kwargs, seconds)
+            except Exception as error:
+                self._fault(op, error)
+            return result
 
         return kernel
 
@@ -161,11 +195,34 @@ class Override:
             self._libraries.popitem()[1]._destroy()
 
 
-def _redispatch(overload: str) -> Callable[..., Any]:
-    space, _, name = overload.partition("::")
-    name, _, form = name.partition(".")
-    packet = getattr(getattr(torch.ops, space), name)
-    return getattr(packet, form or "default")._handle.redispatch_boxed  # type: ignore[no-any-return]
+class _Native(NamedTuple):
+    """What is below the override for a set of dispatch keys."""
+
+    below: Any  # the keys that are left
+    call: Native  # takes `below` and the call's arguments
+    fake: bool  # fake tensors (torch.compile traces with them) run no kernel of a device
+
+
+class _Natives(dict[int, _Native]):
+    """The job's own kernels of an overload, by a key set's raw bits."""
+
+    def __init__(self, overload: str) -> None:
+        super().__init__()
+        self._overload = overload
+
+    def __missing__(self, raw: int) -> _Native:
+        below = torch._C.DispatchKeySet.from_raw_repr(raw) & _BELOW
+        key = below.highestPriorityTypeId()
+        if key in _KERNELS and hasattr(torch.library, "get_kernel"):
+            # Called directly, the kernel costs half of what a second dispatch does.
+            call: Native = torch.library.get_kernel(self._overload, key).call_boxed
+        else:
+            space, _, name = self._overload.partition("::")
+            name, _, form = name.partition(".")
+            packet = getattr(getattr(torch.ops, space), name)
+            call = getattr(packet, form or "default")._handle.redispatch_boxed
+        self[raw] = native = _Native(below, call, below.has(torch._C.DispatchKey.Meta))
+        return native
 
 
 def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
