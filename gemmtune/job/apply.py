@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
@@ -25,15 +25,13 @@ from gemmtune.backends import base
 from gemmtune.errors import BackendError, GemmtuneError
 from gemmtune.gemm import Algo, Gemm
 from gemmtune.job import files, kernels, steps
+from gemmtune.job.coverage import Use, first_rows, summary
 from gemmtune.table import Table, Tuned
 
 APPLIERS = {
     "cpu": "gemmtune.job.apply:KernelApplier",
 }
-# The job's own kernel, spelled as an algorithm: never launched through a backend.
-DEFAULT_CONFIG = "aten"
 INCOMPATIBLE = 3  # exit code of a strict job whose table was made elsewhere
-ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
 
 _LAUNCHED_OPS = frozenset(("mm", "addmm", "bmm", "baddbmm"))
 _MOST_SIGNATURES = 65536  # a job of ever new shapes must not fill the memory
@@ -104,6 +102,7 @@ class KernelApplier:
         from gemmtune.backends import cpu
 
         self._run = cpu.run
+        self._default = cpu.DEFAULT
         self._timed = timed
         self._lock = threading.Lock()
         self._choices: Mapping[Gemm, Algo] = {}
@@ -198,7 +197,7 @@ class KernelApplier:
         known.native = self._cell(known.gemm, None)
         known.tuned = self._cell(known.gemm, algo)
         known.broken = None
-        known.config = None if algo is None or algo.config == DEFAULT_CONFIG else algo.config
+        known.config = None if algo is None or algo.config == self._default else algo.config
 
     def _cell(self, gemm: Gemm, algo: Algo | None) -> _Cell:
         return self._cells.setdefault((gemm, algo), _Cell())
@@ -241,7 +240,7 @@ class KernelApplier:
         if c is not None and c.data_ptr() == d.data_ptr():
             before = c = c.clone()  # in place: an algorithm may write d before it reads c
         try:
-            if kernels.transposed(d):
+            if kernels.layout(d)[0] == "T":
                 shift = bias.expand(shape).mT if bias is not None else None
                 c = c.mT if c is not None else shift
                 self._run(config, w.mT, x.mT, d.mT, c, call.alpha, call.beta)
@@ -268,15 +267,6 @@ def _words(error: Exception) -> str:
     return text if isinstance(error, GemmtuneError) else f"{type(error).__name__}: {text}"
 
 
-def first_rows(rows: Sequence[Tuned]) -> dict[Gemm, int]:
-    """The index of the row that a Gemm uses: the first whose workspace range holds the call's."""
-    found: dict[Gemm, int] = {}
-    for index, row in enumerate(rows):
-        if row.ws_min <= row.gemm.ws_bytes <= row.ws_max:
-            found.setdefault(row.gemm, index)
-    return found
-
-
 def backend_of(tuned: Table[Tuned], named: str | None) -> str:
     """The backend that applies a table: the one named, else the table's, else this machine's."""
     return named or tuned.provenance.get("backend") or machine.detect()
@@ -289,38 +279,13 @@ def compare(tuned: Table[Tuned], backend: str) -> tuple[list[str], list[str]]:
     return machine.incompatible(made, here), machine.differences(made, here)
 
 
-def summary(ranks: Sequence[Mapping[str, Any]], rows: int) -> str:
-    """One line: what the processes of a job (payloads of `start`) used of a table of `rows`."""
-    if reasons := next((r["incompatible"] for r in ranks if r["incompatible"]), None):
-        return f"0 of {rows} rows used: {'; '.join(reasons)}"
-    calls = [Counter(r["rows"]) for r in ranks if r["rows"]]
-    failed: Counter[str] = Counter()
-    for r in ranks:
-        failed.update(r["fallbacks"])
-    tail = ""
-    if failed:
-        reason, _ = failed.most_common(1)[0]
-        tail = f"; {failed.total()} calls went through as the job made them ({reason})"
-    if not calls:
-        gemms = max((r["gemms"] for r in ranks), default=0)
-        why = (
-            f"it ran {gemms} different GEMMs, and none is in the table"
-            if gemms
-            else "no process of it ran a GEMM of torch on this backend's device"
-        )
-        return f"0 of {rows} rows {'used' if tail else 'fit this job: ' + why}{tail}"
-    used = set().union(*calls)
-    total = sum(c.total() for c in calls)
-    counted = sum(r["steps"] for r in ranks if r["rows"])
-    rate = f"{total / counted:.6g} calls per step" if counted else f"{total} calls"
-    where = f"on {len(calls)} rank{'s' if len(calls) > 1 else ''}"
-    return f"{len(used)} of {rows} rows used, {where}, {rate}{tail}"
-
-
-class _Use:
+class _Process:
     """A table in use in this process: what was launched, saved as the job goes on."""
 
-    def __init__(self, tuned: Table[Tuned], applier: Applier, out: str | None) -> None:
+    def __init__(
+        self, tuned: Table[Tuned], applier: Applier, differences: list[str], out: str | None
+    ) -> None:
+        self._differences = differences
         self._applier = applier
         self._out = out
         self._rows = tuned.rows
@@ -328,7 +293,6 @@ class _Use:
         self._calls: Counter[str] = Counter()
         self._gemms: set[Gemm] = set()
         self._steps = 0
-        self.differences: list[str] = []
         applier.choose({gemm: tuned.rows[i].algo for gemm, i in self._index.items()})
         os.register_at_fork(after_in_child=self._forked)
         steps.on_step(self._stepped)
@@ -345,34 +309,33 @@ class _Use:
             self._save()
 
     def _ended(self) -> None:
-        payload = self._save()
-        if self._out is None and payload["gemms"] and payload["rank"] == 0:
-            print(f"gemmtune: {summary([payload], len(self._rows))}", file=sys.stderr)
+        use = self._save()
+        if self._out is None and use.gemms and use.rank == 0:
+            print(f"gemmtune: {summary([use], len(self._rows))}", file=sys.stderr)
 
-    def _save(self) -> dict[str, Any]:
+    def _save(self) -> Use:
         for (gemm, algo), launches in self._applier.drain().items():
             self._gemms.add(gemm)
             if algo is not None:
                 self._calls[str(self._index[gemm])] += launches.calls
-        payload = {
-            "rows": dict(self._calls),
-            "gemms": len(self._gemms),
-            "steps": self._steps,
-            "fallbacks": self._applier.fallbacks(),
-            "differences": self.differences,
-            "incompatible": [],
-        }
-        if self._out is not None and self._gemms:  # a launcher has nothing to tell
-            files.save(self._out, payload)
-        return {**payload, "rank": files.rank()[0]}
+        use = Use(
+            rank=files.rank()[0],
+            rows=dict(self._calls),
+            gemms=len(self._gemms),
+            steps=self._steps,
+            fallbacks=self._applier.fallbacks(),
+            differences=self._differences,
+        )
+        if self._out is not None and use.gemms:  # a launcher has nothing to tell
+            files.save(self._out, use._asdict())
+        return use
 
 
 def start(options: dict[str, Any], out: str) -> None:
     """Entry in the job: apply the table `options["table"]`, or go on untuned where it is foreign.
 
     Other options: `backend` (name or None), `strict` (exit with 3 instead of going on), `quiet`
-    (save to `out` for a parent to report; else rank 0 reports at its end), `te` (the table is
-    Transformer Engine's own to load: only check where it was made).
+    (save to `out` for a parent to report; else rank 0 reports at its end).
     """
     if "gemmtune.cli" in sys.modules:
         return  # exported variables also reach gemmtune's own commands
@@ -383,4 +346,28 @@ def start(options: dict[str, Any], out: str) -> None:
         _refuse(hard, options, out)
         return
     applier = open_applier(backend)
-    _Use(tuned, applier, out if options["quiet"] else None).differences = soft
+    _Process(tuned, applier, soft, out if options["quiet"] else None)
+
+
+def _refuse(hard: list[str], options: Mapping[str, Any], out: str) -> None:
+    """Say once, where rank 0 runs its first GEMM, that the table is not used and why."""
+    line = f"gemmtune: {options['table']} was made elsewhere ({'; '.join(hard)}): "
+    if options["strict"]:
+        print(line + "refused, as --strict asks", file=sys.stderr)
+        raise SystemExit(INCOMPATIBLE)
+    told = threading.Lock()
+
+    def tell(op: str, native: kernels.Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if told.acquire(blocking=False):
+            if files.rank()[0] == 0:
+                print(line + "the job goes on untuned", file=sys.stderr)
+            if options["quiet"]:
+                files.save(out, Use(incompatible=hard)._asdict())
+        return native(*args, **kwargs)
+
+    def stop(_: int) -> None:
+        override.remove()
+        handle.remove()
+
+    override = kernels.Override(tell)
+    handle = steps.on_step(stop)

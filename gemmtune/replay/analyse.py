@@ -112,9 +112,9 @@ def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, s
     ranks, notes = _one_each(ranks)
     slowest = _slowest(ranks)
     blocks = [
-        Timed(block, tuple(slowest[i] for i in counted))
+        Timed(block, tuple(slowest[i] for i in block.steps))
         for block in schedule(plan)
-        if all(i in slowest for i in (counted := range(block.counted, block.last + 1)))
+        if all(i in slowest for i in block.steps)
     ]
     pairs = _pairs(blocks, control=False)
     controls = _pairs(blocks, control=True)
@@ -197,16 +197,18 @@ def _row(
     blocks: Sequence[Timed],
     pairs: Sequence[tuple[Timed, Timed]],
 ) -> Row:
-    tuned_steps = [i for t in blocks if t.block.tuned for i in _counted(t.block)]
+    tuned_steps = [i for t in blocks if t.block.tuned for i in t.block.steps]
     by_rank = {r.rank: {s.step: s.rows[index] for s in r.steps if index in s.rows} for r in ranks}
     launched = {r: sum(c[i].tuned for i in tuned_steps if i in c) for r, c in by_rank.items()}
     everywhere = [calls for calls in by_rank.values() if calls]
 
     def call_us(block: Block, tuned: bool) -> float:
         """Mean time of a call in the block, over ranks; nan where there was none."""
-        seen = [c[i] for c in everywhere for i in _counted(block) if i in c]
+        seen = [c[i] for c in everywhere for i in block.steps if i in c]
         count = sum(c.tuned if tuned else c.native for c in seen)
-        return sum(c.tuned_us if tuned else c.native_us for c in seen) / count if count else math.nan
+        return (
+            sum(c.tuned_us if tuned else c.native_us for c in seen) / count if count else math.nan
+        )
 
     times = [(call_us(a.block, False), call_us(b.block, True)) for a, b in pairs]
     times = [(a, b) for a, b in times if a > 0 and b > 0]
@@ -220,10 +222,6 @@ def _row(
         ratio=ratio_interval([a / b for a, b in times]) if len(times) > 1 else None,
         met=bool(everywhere),
     )
-
-
-def _counted(block: Block) -> range:
-    return range(block.counted, block.last + 1)
 
 
 def as_json(result: Result) -> dict[str, Any]:

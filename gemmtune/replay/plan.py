@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Consecutive steps of one arm: steps first to last, those before `counted` left out.
+    """Consecutive steps of one arm: `first` to `last`, those before `counted` not counted.
 
     `side` "a" is the default; side "b" is the table, or in a control the default once more.
     """
@@ -58,6 +58,11 @@ class Block(NamedTuple):
     first: int
     counted: int
     last: int
+
+    @property
+    def steps(self) -> range:
+        """The steps that count."""
+        return range(self.counted, self.last + 1)
 
     @property
     def tuned(self) -> bool:

@@ -101,11 +101,13 @@ def lines(result: Result, verdict: Verdict) -> Iterator[str]:
 
 
 def _columns(rows: Sequence[Row], result: Result) -> Iterator[str]:
-    table = [("line", "gemm", "config", "calls/step", "default us", "tuned us", "faster by")]
+    table: list[tuple[str, ...]] = [
+        ("line", "gemm", "config", "calls/step", "default us", "tuned us", "faster by")
+    ]
     for row in rows:
         ranks = "" if row.ranks == result.ranks else f"  on rank {format_ranks(row.ranks)} only"
         gain = _signed(row.ratio) if row.ratio else "-"
-        times = (f"{us:.1f}" if us == us else "-" for us in (row.default_us, row.tuned_us))
+        times = (f"{us:.1f}" if us > 0 else "-" for us in (row.default_us, row.tuned_us))
         cells = (str(row.line), str(row.gemm), row.config, f"{row.calls:g}", *times, gain + ranks)
         table.append(cells)
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
