@@ -311,7 +311,8 @@ class _Process:
     def _ended(self) -> None:
         use = self._save()
         if self._out is None and use.gemms and use.rank == 0:
-            print(f"gemmtune: {summary([use], len(self._rows))}", file=sys.stderr)
+            who = "rank 0: " if files.rank()[1] > 1 else ""
+            print(f"gemmtune: {who}{summary([use], len(self._rows))}", file=sys.stderr)
 
     def _save(self) -> Use:
         for (gemm, algo), launches in self._applier.drain().items():
