@@ -43,8 +43,7 @@ class Notebook:
 def optimizer(monkeypatch: pytest.MonkeyPatch) -> torch.optim.Optimizer:
     from gemmtune.job import steps
 
-    monkeypatch.setattr(steps, "_index", 0)
-    monkeypatch.setattr(steps, "_marker", None)
+    monkeypatch.setattr(steps, "_steps", steps._Steps())
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 

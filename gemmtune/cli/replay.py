@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 
-from gemmtune.cli.run import BACKEND, JOB, TUNED, read_job_table
+from gemmtune import table
+from gemmtune.cli.capture import JOB
+from gemmtune.cli.run import BACKEND, TUNED, read_job_table
 from gemmtune.errors import Incompatible, UsageError
 from gemmtune.replay.plan import Plan
 
@@ -32,6 +34,7 @@ DEFAULTS = Plan()
 )
 @click.option("--seed", default=DEFAULTS.seed, show_default=True, help="Of the random order.")
 @click.option("--no-stop", is_flag=True, help="Let the job run on when the last block is done.")
+@click.option("--optimizer", metavar="CLASS", help="The optimizer whose steps count.")
 @BACKEND
 @click.option("-o", "--json", "output", type=click.Path(path_type=Path), help="JSON of all of it.")
 @click.pass_context
@@ -46,6 +49,7 @@ def replay(
     warmup: int,
     seed: int,
     no_stop: bool,
+    optimizer: str | None,
     backend: str | None,
     output: Path | None,
 ) -> None:
@@ -67,14 +71,13 @@ def replay(
             f"{tuned} is in a dialect of Transformer Engine, which loads it once and for all: "
             f"replay takes tables of gemmtune"
         )
-    if output is not None and not output.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {output}: there is no folder {output.absolute().parent}")
+    if output is not None:
+        table.check_writable(output)  # better now than after the job
 
     from gemmtune import machine
     from gemmtune.backends import base
     from gemmtune.job import apply, launch
     from gemmtune.replay import analyse, arms, verdict
-    from gemmtune.table import write_text
 
     backend = apply.backend_of(rows, backend)
     hard, _ = apply.compare(rows, backend)
@@ -85,6 +88,7 @@ def replay(
         "backend": backend,
         "plan": plan._asdict(),
         "stop": not no_stop,
+        "optimizer": optimizer,
     }
     with tempfile.TemporaryDirectory(prefix="gemmtune-replay-") as out:
         code = launch.run(job, ENTRY, options, out)
@@ -104,7 +108,7 @@ def replay(
             "machine": machine.fingerprint(base.get(backend)),
             **analyse.as_json(result),
         }
-        write_text(output, json.dumps(values, indent=1) + "\n")
+        table.write_text(output, json.dumps(values, indent=1) + "\n")
     if code:
         click.echo(f"gemmtune: the job ended with exit code {code}", err=True)
         ctx.exit(2)

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from gemmtune.cli.capture import JOB
 from gemmtune.errors import JobError, UsageError
 from gemmtune.table import Table, Tuned, parse, read_text
 
@@ -66,7 +67,6 @@ STRICT = click.option(
 )
 BACKEND = click.option("--backend", help="Backend of the table; the table's or machine's if left.")
 TUNED = click.argument("tuned", required=False, type=click.Path(path_type=Path))
-JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED)
 
 
 @click.command(epilog="Example:  gemmtune run tuned.csv -- python train.py")

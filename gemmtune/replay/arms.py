@@ -32,6 +32,7 @@ class Arms:
         differences: list[str],
         out: str,
         stop: bool,
+        optimizer: str | None = None,
     ) -> None:
         from gemmtune.job import steps
 
@@ -47,7 +48,7 @@ class Arms:
         self._pid = 0
         self._differences = differences
         self._stop_job = steps.stop_job
-        self._handle = steps.on_step(self._stepped)
+        self._handle = steps.on_step(self._stepped, optimizer)
 
     def _stepped(self, step: int) -> None:
         """Close step `step` and set the arm of the next one."""
@@ -110,14 +111,16 @@ class Arms:
 def start(options: dict[str, Any], out: str) -> None:
     """Entry in the job: replay `options["table"]` by `options["plan"]`, the fields of a Plan.
 
-    Other options: `backend` (name or None), `stop` (end the job with the schedule).
+    Other options: `backend` (name or None), `stop` (end the job with the schedule), `optimizer`
+    (class whose steps count, or None).
     """
     tuned = read(options["table"], Tuned)
     backend = backend_of(tuned, options["backend"])
     _, soft = compare(tuned, backend)
     applier = open_applier(backend, timed=True)
     plan = Plan(**options["plan"])
-    Arms(plan, tuned, applier, differences=soft, out=out, stop=options["stop"])
+    asked = {name: options[name] for name in ("stop", "optimizer")}
+    Arms(plan, tuned, applier, differences=soft, out=out, **asked)
 
 
 def read_steps(out: str | Path) -> list[Rank]:
