@@ -240,7 +240,7 @@ class KernelApplier:
         if c is not None and c.data_ptr() == d.data_ptr():
             before = c = c.clone()  # in place: an algorithm may write d before it reads c
         try:
-            if kernels.layout(d)[0] == "T":
+            if d.stride(-1) != 1 and d.stride(-2) == 1:  # by columns: the problem turned round
                 shift = bias.expand(shape).mT if bias is not None else None
                 c = c.mT if c is not None else shift
                 self._run(config, w.mT, x.mT, d.mT, c, call.alpha, call.beta)
