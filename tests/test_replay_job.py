@@ -216,6 +216,18 @@ def test_a_transformer_engine_table_is_handed_over_by_its_variables(tmp_path: Pa
     assert (done.returncode, done.stdout) == (0, want)
 
 
+def test_a_table_without_rows_is_no_difference(tmp_path: Path) -> None:
+    write(tmp_path / "empty.csv", [], Tuned, {})
+    done = gemmtune(tmp_path, "replay", "empty.csv", "-o", "empty.json", "--", "false")
+    assert done.returncode == 0
+    assert done.stdout == "no difference: the table has no rows, so the default stays everywhere\n"
+    values = json.loads((tmp_path / "empty.json").read_text())
+    assert values["verdict"]["kind"] == "no difference" and values["rows"] == []
+    done = gemmtune(tmp_path, "run", "empty.csv", "--", "false")
+    assert done.returncode == 1
+    assert done.stderr == "gemmtune: the table has no rows: the job ran as it is\n"
+
+
 @pytest.mark.parametrize("command", ["run", "replay"])
 @pytest.mark.parametrize(
     ("argv", "words"),

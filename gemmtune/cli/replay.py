@@ -62,11 +62,11 @@ def replay(
     plan = Plan(seed, warmup, block, pairs, aa_pairs)
     plan.check()
     example = "replay tuned.csv -- python train.py"
-    text, rows = read_job_table(tuned, example)
+    text, made = read_job_table(tuned, example)
     if not job:
         raise UsageError(f"no job: write it after --, as in: gemmtune {example}")
     assert tuned is not None
-    if rows is None:
+    if made is None:
         raise UsageError(
             f"{tuned} is in a dialect of Transformer Engine, which loads it once and for all: "
             f"replay takes tables of gemmtune"
@@ -79,8 +79,8 @@ def replay(
     from gemmtune.job import apply, launch
     from gemmtune.replay import analyse, arms, verdict
 
-    backend = apply.backend_of(rows, backend)
-    hard, _ = apply.compare(rows, backend)
+    backend = apply.backend_of(made, backend)
+    hard, _ = apply.compare(made, backend)
     if hard:
         raise Incompatible(f"{tuned} cannot be replayed here: {'; '.join(hard)}")
     options = {
@@ -90,12 +90,16 @@ def replay(
         "stop": not no_stop,
         "optimizer": optimizer,
     }
-    with tempfile.TemporaryDirectory(prefix="gemmtune-replay-") as out:
-        code = launch.run(job, ENTRY, options, out)
-        ranks = arms.read_steps(out)
-    lines = _row_lines(text)
-    named = [(lines[i], row.gemm, row.algo.config) for i, row in enumerate(rows.rows)]
-    result = analyse.analyse(plan, ranks, named)
+    code, ranks = 0, []
+    if made.rows:
+        with tempfile.TemporaryDirectory(prefix="gemmtune-replay-") as out:
+            code = launch.run(job, ENTRY, options, out)
+            ranks = arms.read_steps(out)
+    rows = [
+        (line, row.gemm, row.algo.config)
+        for line, row in zip(_row_lines(text), made.rows, strict=True)
+    ]
+    result = analyse.analyse(plan, ranks, rows)
     found = verdict.judge(result)
     for line in verdict.lines(result, found):
         click.echo(line)

@@ -40,10 +40,7 @@ def read_job_table(path: Path | None, command: str) -> tuple[str, Table[Tuned] |
     text = read_text(path)
     if te.detect(text) is not None:
         return text, None
-    tuned = parse(text, Tuned, str(path))
-    if not tuned.rows:
-        raise UsageError(f"{path} has no rows: nothing to apply")
-    return text, tuned
+    return text, parse(text, Tuned, str(path))
 
 
 def te_variables(path: Path) -> tuple[dict[str, str], list[str]]:

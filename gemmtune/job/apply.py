@@ -341,6 +341,8 @@ def start(options: dict[str, Any], out: str) -> None:
     if "gemmtune.cli" in sys.modules:
         return  # exported variables also reach gemmtune's own commands
     tuned = table.read(options["table"], Tuned)
+    if not tuned.rows:
+        return
     backend = backend_of(tuned, options["backend"])
     hard, soft = compare(tuned, backend)
     if hard:

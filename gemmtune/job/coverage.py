@@ -40,6 +40,8 @@ def first_rows(rows: Sequence[Tuned]) -> dict[Gemm, int]:
 
 def summary(uses: Sequence[Use], rows: int) -> str:
     """One line: what the processes of a job used of a table of `rows` rows."""
+    if not rows:
+        return "the table has no rows: the job ran as it is"
     table = f"{rows} row{'' if rows == 1 else 's'}"
     if reasons := next((use.incompatible for use in uses if use.incompatible), None):
         return f"0 of {table} used: {'; '.join(reasons)}"

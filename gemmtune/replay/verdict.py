@@ -28,6 +28,10 @@ def percent(ratio: float) -> float:
 
 def judge(result: Result) -> Verdict:
     """Draw the verdict. A difference counts when its interval leaves 1 out, and the control's."""
+    if not result.rows:
+        return Verdict(
+            "no difference", "no difference: the table has no rows, so the default stays everywhere"
+        )
     if not result.ranks:
         return Verdict("unknown", "nothing was compared: no process of the job reached a step")
     if result.pairs < 2:
@@ -65,7 +69,7 @@ def warnings(result: Result) -> list[str]:
             f"{_signed(result.control)}; nothing smaller counts. Stop other work on it, or raise "
             f"--block and --pairs"
         )
-    if result.pairs < result.plan.pairs:
+    if result.rows and result.pairs < result.plan.pairs:
         lines.append(
             f"the job ended early: {result.pairs} of {result.plan.pairs} pairs are whole "
             f"({result.steps_seen} of {result.plan.steps} steps)"
@@ -87,7 +91,8 @@ def lines(result: Result, verdict: Verdict) -> Iterator[str]:
     if result.aa_pairs > 1:
         yield f"control, default against default: {_signed(result.control)}"
     launched = [row for row in result.rows if row.ranks]
-    yield f"{len(launched)} of {_rows(len(result.rows))} launched"
+    if result.rows:
+        yield f"{len(launched)} of {_rows(len(result.rows))} launched"
     if launched:
         yield from _columns(launched, result)
     for row in result.rows:
