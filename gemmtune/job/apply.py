@@ -85,14 +85,15 @@ class _Cell:
 class _Known:
     """A signature that was met: its Gemm, and what it is launched with now."""
 
-    __slots__ = ("broken", "config", "gemm", "native", "tuned")
+    __slots__ = ("broken", "gemm", "native", "now")
 
     def __init__(self, gemm: Gemm) -> None:
         self.gemm = gemm
-        self.config: str | None = None  # None: the job's own kernel
         self.broken: str | None = None  # why the algorithm does not work for this signature
         self.native: _Cell
-        self.tuned: _Cell
+        # Configuration (None: the job's own kernel) and where it is counted, in one piece, as other
+        # threads read it while it is changed.
+        self.now: tuple[str | None, _Cell]
 
 
 class KernelApplier:
@@ -157,7 +158,7 @@ class KernelApplier:
             return native(*args, **kwargs)
         if known is None:
             return native(*args, **kwargs)
-        config, cell = known.config, known.tuned
+        config, cell = known.now
         begin = perf_counter() if self._timed else 0.0
         result = None
         if config is not None:
@@ -192,12 +193,12 @@ class KernelApplier:
         return known
 
     def _resolve(self, known: _Known) -> None:
-        """Set what a signature is launched with. `config` comes last: other threads read it."""
+        """Set what a signature is launched with."""
         algo = self._choices.get(known.gemm)
-        known.native = self._cell(known.gemm, None)
-        known.tuned = self._cell(known.gemm, algo)
+        config = None if algo is None or algo.config == self._default else algo.config
         known.broken = None
-        known.config = None if algo is None or algo.config == self._default else algo.config
+        known.native = self._cell(known.gemm, None)
+        known.now = config, self._cell(known.gemm, algo)
 
     def _cell(self, gemm: Gemm, algo: Algo | None) -> _Cell:
         return self._cells.setdefault((gemm, algo), _Cell())
