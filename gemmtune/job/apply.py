@@ -207,13 +207,14 @@ class KernelApplier:
         self, known: _Known, config: str, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         """The result by `config`; None where it does not work, and it is not tried again."""
-        if known.broken is None:
+        reason = known.broken
+        if reason is None:
             try:
                 return self._launch(config, op, args, kwargs)
             except Exception as error:
-                known.broken = f"{config}, {known.gemm}: {_words(error)}"
+                known.broken = reason = f"{config}, {known.gemm}: {_words(error)}"
         with self._lock:
-            self._fallbacks[known.broken] += 1
+            self._fallbacks[reason] += 1
         return None
 
     def _launch(
