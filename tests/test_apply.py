@@ -10,7 +10,7 @@ import torch
 from gemmtune.backends import cpu
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
-from gemmtune.job import kernels
+from gemmtune.job import files, kernels
 from gemmtune.job.apply import KernelApplier, open_applier
 from gemmtune.job.coverage import Use, first_rows, summary
 from gemmtune.table import Tuned
@@ -249,3 +249,16 @@ def test_the_first_row_whose_workspace_fits_is_the_gemms() -> None:
 )
 def test_the_line_at_the_end_of_a_run(uses: list[Use], line: str) -> None:
     assert summary(uses, 3) == line
+
+
+def test_a_rank_is_still_known_when_its_group_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setattr(files, "_in_group", {})
+    monkeypatch.setenv("RANK", "0")
+    with monkeypatch.context() as group:
+        group.setattr(dist, "is_initialized", lambda: True)
+        group.setattr(dist, "get_rank", lambda: 3)
+        group.setattr(dist, "get_world_size", lambda: 4)
+        assert files.rank() == (3, 4)
+    assert files.rank() == (3, 4)
