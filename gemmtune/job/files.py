@@ -9,13 +9,20 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+_in_group: dict[int, tuple[int, int]] = {}  # by pid, as a fork is another process
+
 
 def rank() -> tuple[int, int]:
-    """This process's rank and the number of ranks; torchrun's variables where no group is up."""
+    """This process's rank and the number of ranks.
+
+    Where no group is up, those of the last group that was seen, else torchrun's variables.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
+        _in_group[os.getpid()] = dist.get_rank(), dist.get_world_size()
+    if os.getpid() in _in_group:
+        return _in_group[os.getpid()]
     return _variable("RANK", 0), _variable("WORLD_SIZE", 1)
 
 

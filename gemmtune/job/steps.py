@@ -7,7 +7,9 @@ calls gemmtune.step() is counted by those calls alone.
 
 from __future__ import annotations
 
+import atexit
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +134,24 @@ def optimizers() -> dict[str, int]:
     return dict(_steps.optimizers)
 
 
+# Long enough for a thread that has work in hand to come to the interpreter's lock.
+SETTLING_S = 0.2
+
+
 def stop_job() -> None:
-    """End this process of the job from inside a callback, as sys.exit(0) in the script would."""
+    """End this process of the job from inside a callback, as sys.exit(0) in the script would.
+
+    The script does not come to its own destroy_process_group(), and a gloo thread that drops its
+    last work while the interpreter shuts down would abort it ("terminate called without an active
+    exception"): so the group is left, and its threads get a moment, before that.
+    """
+    atexit.register(_leave_group)
     raise SystemExit(0)
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(SETTLING_S)  # DDP's model still holds the group, so its threads run on

@@ -1,0 +1,140 @@
+"""`gemmtune run` and `gemmtune env`: a job with a tuned table applied.
+
+A table of ours is applied by gemmtune inside the job; one of Transformer Engine's dialects is
+handed to Transformer Engine by its own variables.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gemmtune.cli.capture import JOB
+from gemmtune.errors import JobError, UsageError
+from gemmtune.table import Table, Tuned, parse, read_text
+
+ENTRY = "gemmtune.job.apply:start"
+ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
+ALGO_SAVE = "TE_HIPBLASLT_ALGO_SAVE"
+# With these set, Transformer Engine tunes inside the job, or picks another index than the table's.
+TE_TUNING = (
+    "TE_HIPBLASLT_TUNING_RUN_COUNT",
+    "TE_HIPBLASLT_TUNING_ALGO_COUNT",
+    "TE_HIPBLASLT_ALGO_SELECTION",
+)
+
+
+def read_job_table(path: Path | None, command: str) -> tuple[str, Table[Tuned] | None]:
+    """A table's text and rows; no rows for a Transformer Engine dialect, which TE reads itself."""
+    from gemmtune.dialects import te
+
+    if path is None:
+        raise UsageError(f"no table: write it first, as in: gemmtune {command}")
+    if not path.is_file():
+        raise UsageError(f"there is no table {path}: write it first, as in: gemmtune {command}")
+    text = read_text(path)
+    if te.detect(text) is not None:
+        return text, None
+    return text, parse(text, Tuned, str(path))
+
+
+def te_variables(path: Path) -> tuple[dict[str, str], list[str]]:
+    """What makes Transformer Engine use a table of its dialect: variables to set, and to unset."""
+    unset = list(TE_TUNING)
+    save = os.environ.get(ALGO_SAVE)
+    if save and os.path.realpath(save) == os.path.realpath(path):
+        unset.append(ALGO_SAVE)  # it truncates the file at its start
+    for name in unset:
+        if name in os.environ:
+            click.echo(f"gemmtune: {name}={os.environ[name]} is unset for this job", err=True)
+    return {ALGO_LOAD: str(path.absolute())}, unset
+
+
+def _options(path: Path, backend: str | None, strict: bool, quiet: bool) -> dict[str, Any]:
+    return {"table": str(path.absolute()), "backend": backend, "strict": strict, "quiet": quiet}
+
+
+STRICT = click.option(
+    "--strict", is_flag=True, help="End the job with 3 where the table was made elsewhere."
+)
+BACKEND = click.option("--backend", help="Backend of the table; the table's or machine's if left.")
+TUNED = click.argument("tuned", required=False, type=click.Path(path_type=Path))
+
+
+@click.command(epilog="Example:  gemmtune run tuned.csv -- python train.py")
+@TUNED
+@JOB
+@STRICT
+@BACKEND
+@click.pass_context
+def run(
+    ctx: click.Context,
+    *,
+    tuned: Path | None,
+    job: tuple[str, ...],
+    strict: bool,
+    backend: str | None,
+) -> None:
+    """Run JOB with the table TUNED applied in all its processes.
+
+    The job's output, arguments and exit code are its own; a line on stderr at the end says which
+    rows were really launched. A table that was made on another processor or library build is left
+    out, with one line that says so.
+    """
+    from gemmtune.job import launch
+    from gemmtune.job.coverage import Use, summary
+
+    example = "run tuned.csv -- python train.py"
+    _, rows = read_job_table(tuned, example)
+    if not job:
+        raise UsageError(f"no job: write it after --, as in: gemmtune {example}")
+    assert tuned is not None
+    if rows is None:
+        words = launch.command(job)
+        variables, unset = te_variables(tuned)
+        env = {k: v for k, v in os.environ.items() if k not in unset} | variables
+        click.echo(f"gemmtune: {ALGO_LOAD}={variables[ALGO_LOAD]}", err=True)
+        os.execvpe(words[0], words, env)
+    with tempfile.TemporaryDirectory(prefix="gemmtune-run-") as out:
+        code = launch.run(job, ENTRY, _options(tuned, backend, strict, quiet=True), out)
+        try:
+            records = launch.read_ranks(out)
+        except JobError:
+            records = []
+    uses = [Use(**{k: v for k, v in r.items() if k in Use._fields}) for r in records]
+    if uses or not (strict and code):
+        click.echo(f"gemmtune: {summary(uses, len(rows.rows))}", err=True)
+    for line in sorted({line for use in uses for line in use.differences}):
+        click.echo(f"gemmtune: note: {line}", err=True)
+    ctx.exit(code)
+
+
+@click.command(epilog='Example:  eval "$(gemmtune env tuned.csv)"')
+@TUNED
+@STRICT
+@BACKEND
+def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
+    """Print the exports that apply the table TUNED to every job of a shell.
+
+    Where a job is started by something that `gemmtune run` cannot wrap. Rank 0 says at its end
+    which rows were launched.
+    """
+    from gemmtune.job import launch
+
+    _, rows = read_job_table(tuned, "env tuned.csv")
+    assert tuned is not None
+    unset: list[str] = []
+    if rows is None:
+        variables, unset = te_variables(tuned)
+    else:
+        options = _options(tuned, backend, strict, quiet=False)
+        variables = launch.environment(ENTRY, options, tuned.absolute().parent)
+    for name in unset:
+        click.echo(f"unset {name}")
+    for name, value in variables.items():
+        click.echo(f"export {name}={shlex.quote(value)}")

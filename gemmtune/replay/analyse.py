@@ -1,0 +1,245 @@
+"""What a replay showed: from the ranks' step records to block times, intervals and coverage. Pure.
+
+A step took as long as it did on its slowest rank. A block is worth the trimmed mean of its counted
+steps, a pair the ratio default / tuned of its blocks (above 1: the table is faster). Blocks and
+pairs that a job cut short are left out; what is whole counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from gemmtune.gemm import Gemm
+from gemmtune.replay.plan import Block, Plan, schedule
+from gemmtune.stats import Interval, ratio_interval, trimmed_mean
+
+# A true difference of z % is shown with probability POWER once the interval is so much narrower
+# than z: normal quantiles of 97.5 % and 80 %, (1.96 + 0.84) / 1.96.
+POWER = 0.8
+_POWER_FACTOR = 1.43
+# Differences, in percent, worth planning for.
+_LADDER = (20.0, 10.0, 5.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
+
+
+class Calls(NamedTuple):
+    """A row's Gemm in one step of one rank: calls and their time, native and as the row says."""
+
+    native: int = 0
+    native_us: float = 0.0
+    tuned: int = 0
+    tuned_us: float = 0.0
+
+
+class Step(NamedTuple):
+    """One optimizer step of one rank; `rows` by the row's index in the table."""
+
+    step: int
+    us: float
+    rows: Mapping[int, Calls]
+
+
+class Rank(NamedTuple):
+    """The records of one rank. `fallbacks`: calls that failed open, by reason."""
+
+    rank: int
+    steps: Sequence[Step]
+    world: int = 1
+    threads: int = 1
+    fallbacks: Mapping[str, int] = {}
+    differences: Sequence[str] = ()
+
+
+class Row(NamedTuple):
+    """A row of the table as the replay met it. `line`: where it stands in the file.
+
+    `calls` is per step and rank in the tuned blocks; `ranks` are those that launched its algorithm.
+    The times are those of one call in the job, `ratio` their paired ratio, None without two pairs.
+    """
+
+    line: int
+    gemm: Gemm
+    config: str
+    ranks: tuple[int, ...]
+    calls: float
+    default_us: float
+    tuned_us: float
+    ratio: Interval | None
+    met: bool
+
+    @property
+    def lost_us(self) -> float:
+        """Microseconds a step that the row costs more than the default; negative: it saves."""
+        return self.calls * (self.tuned_us - self.default_us)
+
+
+class Timed(NamedTuple):
+    """A whole block: its counted steps, each of the slowest rank, in microseconds."""
+
+    block: Block
+    steps_us: tuple[float, ...]
+
+    @property
+    def value_us(self) -> float:
+        return trimmed_mean(self.steps_us)
+
+
+class Result(NamedTuple):
+    """All that a replay showed; the verdict is drawn from this alone."""
+
+    plan: Plan
+    blocks: list[Timed]
+    effect: Interval
+    control: Interval
+    pairs: int
+    aa_pairs: int
+    default_us: float
+    tuned_us: float
+    rows: list[Row]
+    ranks: tuple[int, ...]
+    world: int
+    steps_seen: int
+    fallbacks: dict[str, int]
+    notes: list[str]
+
+
+def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, str]]) -> Result:
+    """Analyse the records of all ranks; `rows` are the table's: line, Gemm, config.
+
+    Works with whatever is there: no ranks, or no whole pair, leave the intervals unbounded.
+    """
+    ranks, notes = _one_each(ranks)
+    slowest = _slowest(ranks)
+    blocks = [
+        Timed(block, tuple(slowest[i] for i in block.steps))
+        for block in schedule(plan)
+        if all(i in slowest for i in block.steps)
+    ]
+    pairs = _pairs(blocks, control=False)
+    controls = _pairs(blocks, control=True)
+    notes += sorted({d for rank in ranks for d in rank.differences})
+    fallbacks: dict[str, int] = {}
+    for rank in ranks:
+        for reason, count in rank.fallbacks.items():
+            fallbacks[reason] = fallbacks.get(reason, 0) + count
+    return Result(
+        plan=plan,
+        blocks=blocks,
+        effect=ratio_interval([a.value_us / b.value_us for a, b in pairs]),
+        control=ratio_interval([a.value_us / b.value_us for a, b in controls]),
+        pairs=len(pairs),
+        aa_pairs=len(controls),
+        default_us=trimmed_mean([a.value_us for a, _ in pairs]) if pairs else math.nan,
+        tuned_us=trimmed_mean([b.value_us for _, b in pairs]) if pairs else math.nan,
+        rows=[_row(i, row, ranks, blocks, pairs) for i, row in enumerate(rows)],
+        ranks=tuple(r.rank for r in ranks),
+        world=max((r.world for r in ranks), default=0),
+        steps_seen=max(slowest, default=-1) + 1,
+        fallbacks=fallbacks,
+        notes=notes,
+    )
+
+
+def more_pairs(effect: Interval, pairs: int) -> tuple[int, float] | None:
+    """How many more pairs would show a difference of how many percent, at the spread seen.
+
+    The difference is the largest of a round series that the present interval cannot show; None
+    where there is no interval to plan from.
+    """
+    if not 0 < effect.half_width < math.inf:
+        return None
+    width = 100 * effect.half_width
+    goal = next((z for z in _LADDER if z < width * _POWER_FACTOR), _LADDER[-1])
+    needed = math.ceil(pairs * (width * _POWER_FACTOR / goal) ** 2)
+    return max(needed - pairs, 1), goal
+
+
+def _one_each(ranks: Sequence[Rank]) -> tuple[list[Rank], list[str]]:
+    """One record a rank: a restarted rank, or a second training, leaves several."""
+    kept: dict[int, Rank] = {}
+    for rank in ranks:
+        if rank.rank not in kept or len(rank.steps) > len(kept[rank.rank].steps):
+            kept[rank.rank] = rank
+    notes = []
+    if extra := len(ranks) - len(kept):
+        notes.append(
+            f"{extra} more processes of the job trained under the same ranks (restarts?): of each "
+            f"rank the one with most steps counts"
+        )
+    found = [kept[r] for r in sorted(kept)]
+    world = max((r.world for r in found), default=0)
+    if found and len(found) < world:
+        notes.append(f"only {len(found)} of {world} ranks left records here: they alone count")
+    return found, notes
+
+
+def _slowest(ranks: Sequence[Rank]) -> dict[int, float]:
+    """Time of each step that all ranks have, on its slowest rank."""
+    times = [{s.step: s.us for s in rank.steps} for rank in ranks]
+    shared = set.intersection(*(set(t) for t in times)) if times else set()
+    return {step: max(t[step] for t in times) for step in sorted(shared)}
+
+
+def _pairs(blocks: Sequence[Timed], control: bool) -> list[tuple[Timed, Timed]]:
+    """Whole pairs, side a first."""
+    sides: dict[int, dict[str, Timed]] = {}
+    for timed in blocks:
+        if timed.block.control == control:
+            sides.setdefault(timed.block.pair, {})[timed.block.side] = timed
+    return [(s["a"], s["b"]) for s in sides.values() if len(s) == 2]
+
+
+def _row(
+    index: int,
+    row: tuple[int, Gemm, str],
+    ranks: Sequence[Rank],
+    blocks: Sequence[Timed],
+    pairs: Sequence[tuple[Timed, Timed]],
+) -> Row:
+    tuned_steps = [i for t in blocks if t.block.tuned for i in t.block.steps]
+    by_rank = {r.rank: {s.step: s.rows[index] for s in r.steps if index in s.rows} for r in ranks}
+    launched = {r: sum(c[i].tuned for i in tuned_steps if i in c) for r, c in by_rank.items()}
+    everywhere = [calls for calls in by_rank.values() if calls]
+
+    def call_us(block: Block, tuned: bool) -> float:
+        """Mean time of a call in the block, over ranks; nan where there was none."""
+        seen = [c[i] for c in everywhere for i in block.steps if i in c]
+        count = sum(c.tuned if tuned else c.native for c in seen)
+        return (
+            sum(c.tuned_us if tuned else c.native_us for c in seen) / count if count else math.nan
+        )
+
+    times = [(call_us(a.block, False), call_us(b.block, True)) for a, b in pairs]
+    times = [(a, b) for a, b in times if a > 0 and b > 0]
+    per_rank = len(tuned_steps) * max(len([r for r in launched.values() if r]), 1)
+    return Row(
+        *row,
+        ranks=tuple(r for r, count in launched.items() if count),
+        calls=sum(launched.values()) / per_rank if per_rank else 0.0,
+        default_us=trimmed_mean([a for a, _ in times]) if times else math.nan,
+        tuned_us=trimmed_mean([b for _, b in times]) if times else math.nan,
+        ratio=ratio_interval([a / b for a, b in times]) if len(times) > 1 else None,
+        met=bool(everywhere),
+    )
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """JSON values of all of it, the raw block values included, so that it can be recomputed."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            return {k: plain(v) for k, v in value._asdict().items()}
+        if isinstance(value, Mapping):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return value
+
+    values: dict[str, Any] = plain(result)
+    for cells, timed in zip(values["blocks"], result.blocks, strict=True):
+        cells["value_us"] = timed.value_us
+        cells["tuned"] = timed.block.tuned
+    return values

@@ -1,0 +1,92 @@
+"""The replay inside the job, step by step, with an applier that only writes down its orders."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from gemmtune.gemm import Algo, Gemm
+from gemmtune.job.apply import Launches
+from gemmtune.replay.arms import Arms, read_steps
+from gemmtune.replay.plan import Plan, schedule
+from gemmtune.table import Table, Tuned
+
+PLAN = Plan(seed=5, pairs=3, aa_pairs=2, block=3, warmup=2)
+GEMM = Gemm(8, 8, 8, "N", "N", *["float32"] * 3, "-", 8, 8, 8)
+UNKNOWN = GEMM._replace(m=9)
+ALGO = Algo(1, 0, "transposed")
+TABLE = Table([Tuned(0, GEMM, 0, 100, ALGO)], {})
+
+
+class Notebook:
+    """An applier that writes down what it is told, and says that each step launched two GEMMs."""
+
+    def __init__(self) -> None:
+        self.choices: Mapping[Gemm, Algo] = {}
+        self.closed = False
+
+    def choose(self, choices: Mapping[Gemm, Algo]) -> None:
+        self.choices = choices
+
+    def drain(self) -> dict[tuple[Gemm, Algo | None], Launches]:
+        return {(GEMM, self.choices.get(GEMM)): Launches(4, 40.0), (UNKNOWN, None): Launches(1, 1)}
+
+    def fallbacks(self) -> dict[str, int]:
+        return {"mv does not fit": 2}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def optimizer(monkeypatch: pytest.MonkeyPatch) -> torch.optim.Optimizer:
+    from gemmtune.job import steps
+
+    monkeypatch.setattr(steps, "_steps", steps._Steps())
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+
+
+def test_arms_follow_the_schedule_and_the_job_may_go_on(
+    tmp_path: Path, optimizer: torch.optim.Optimizer
+) -> None:
+    applier = Notebook()
+    Arms(PLAN, TABLE, applier, differences=["threads: 2, 1"], out=str(tmp_path), stop=False)
+    arms = []
+    for _ in range(PLAN.steps):
+        arms.append(bool(applier.choices))
+        optimizer.step()
+    assert applier.closed
+    optimizer.step()
+    tuned = {i: b.tuned for b in schedule(PLAN) for i in range(b.first, b.last + 1)}
+    assert arms == [tuned.get(i, False) for i in range(PLAN.steps)]
+    (rank,) = read_steps(tmp_path)
+    assert (rank.rank, rank.world, rank.differences) == (0, 1, ["threads: 2, 1"])
+    assert rank.fallbacks == {"mv does not fit": 2}
+    assert [s.step for s in rank.steps] == list(range(1, PLAN.steps))
+    for step in rank.steps:
+        assert step.us > 0
+        launched = (0, 0, 4, 40.0) if arms[step.step] else (4, 40.0, 0, 0)
+        assert step.rows == {0: launched}
+
+
+def test_the_job_ends_with_the_last_step(tmp_path: Path, optimizer: torch.optim.Optimizer) -> None:
+    Arms(PLAN, TABLE, Notebook(), differences=[], out=str(tmp_path), stop=True)
+    for _ in range(PLAN.steps - 1):
+        optimizer.step()
+    with pytest.raises(SystemExit) as end:
+        optimizer.step()
+    assert end.value.code == 0
+
+
+def test_a_torn_last_record_is_left_out(tmp_path: Path, optimizer: torch.optim.Optimizer) -> None:
+    Arms(PLAN, TABLE, Notebook(), differences=[], out=str(tmp_path), stop=False)
+    for _ in range(PLAN.steps):
+        optimizer.step()
+    (path,) = tmp_path.glob("steps-*.jsonl")
+    text = path.read_text()
+    path.write_text(text[: text.rindex('"us"')])
+    (rank,) = read_steps(tmp_path)
+    assert rank.steps[-1].step == PLAN.steps - 2
+    path.write_text(text[:10])
+    assert read_steps(tmp_path) == []
