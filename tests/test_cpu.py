@@ -216,3 +216,15 @@ def test_the_library_names_every_build_that_algorithms_come_from():
     library = cpu.Cpu().library()
     assert torch.__version__ in library and "oneDNN" in library and "numpy" in library
     assert cpu.Cpu().dev_cap() == 0
+
+
+@pytest.mark.parametrize("config", [name for name in cpu.IDS if name != cpu.DEFAULT])
+def test_a_jobs_storage_can_still_be_resized_after_a_launch(config: str) -> None:
+    """FSDP frees and refills its parameters' storage at every step."""
+    x, w, d = torch.randn(64, 64), torch.randn(64, 64), torch.empty(64, 64)
+    try:
+        cpu.run(config, x, w, d)
+    except BackendError:
+        pytest.skip("does not fit this GEMM")
+    for t in (x, w, d):
+        assert t.untyped_storage().resizable()

@@ -82,7 +82,7 @@ class Cpu:
             return f"mixed types {gemm.type_a}/{gemm.type_b}/{gemm.type_d}: a CPU's ATen has none"
         if gemm.bias_type not in ("-", gemm.type_d):
             return f"a {gemm.bias_type} bias on a {gemm.type_d} GEMM: a CPU's ATen has none"
-        if gemm.batch > 1 and gemm.stride_d == 0:
+        if gemm.batch > 1 and gemm.stride_d == 0 and gemm.m * gemm.n:
             return "batched without stride_d: the results would overlap"
         if gemm.n > 1 and gemm.ldd < gemm.m:
             return f"ldd {gemm.ldd} is below m {gemm.m}: the results would overlap"
@@ -254,8 +254,35 @@ def _numpy(x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:
         raise BackendError("numpy does not use OpenBLAS here: sweep again")
     openblas.follow(torch.get_num_threads())
     p = d if add.c is None else torch.empty_like(d)
-    numpy.matmul(x.detach().numpy(), w.detach().numpy(), out=p.detach().numpy())
+    numpy.matmul(_array(x), _array(w), out=_array(p))
     _finish(d, p, add)
+
+
+class _Memory:
+    """A tensor's memory for numpy (the array interface, version 3).
+
+    Tensor.numpy() would mark the storage as one that cannot be resized, which FSDP does to it at
+    every step.
+    """
+
+    def __init__(self, t: Tensor) -> None:
+        size = t.element_size()
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (t.data_ptr(), False),
+            "typestr": f"<f{size}",
+            "shape": tuple(t.shape),
+            "strides": tuple(stride * size for stride in t.stride()),
+        }
+
+
+def _array(t: Tensor) -> Any:
+    """A view, valid while the tensor is."""
+    import numpy
+
+    if not t.numel():
+        return numpy.empty(t.shape, f"<f{t.element_size()}")
+    return numpy.asarray(_Memory(t))
 
 
 def _split_k(parts: int, x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:

@@ -8,6 +8,7 @@ Exit codes: 0 done, 1 a finding or a failure, 2 the request or its input is wron
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Any
 
@@ -48,6 +49,8 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        # Exported by `gemmtune env` for the user's job, not for gemmtune's own processes.
+        os.environ.pop("GEMMTUNE_JOB", None)
         try:
             return super().invoke(ctx)
         except GemmtuneError as e:

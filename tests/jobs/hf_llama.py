@@ -22,6 +22,7 @@ parser.add_argument("--compile", action="store_true")
 parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--hidden", type=int, default=64)
 parser.add_argument("--tokens", type=int, default=13)
+parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--flops")
 parser.add_argument("--flops-step", type=int, default=1)
 args = parser.parse_args()
@@ -96,7 +97,7 @@ elif args.parallel == "tp":
         parallelize_module(layer, mesh, plan)
 if args.compile:
     model = torch.compile(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=args.parallel != "tp")
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, foreach=args.parallel != "tp")
 data = torch.Generator().manual_seed(1 if args.parallel == "tp" else 1 + rank)
 for step in range(args.steps):
     tokens = torch.randint(0, 98, (2, args.tokens), generator=data)
