@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from gemmtune.capture.names import clean_name
 from gemmtune.capture.passes import Forward, match
 from gemmtune.gemm import Gemm
 from gemmtune.job import kernels
+from gemmtune.job.files import complain
 
 # Bound once: they are called at every GEMM.
 current_task = torch._C._current_graph_task_id
@@ -29,7 +31,6 @@ current_node = torch._C._current_autograd_node
 next_node = torch._C._autograd._get_sequence_nr
 is_grad_enabled = torch.is_grad_enabled
 _CALL_IMPL = Module._call_impl.__code__
-MANY = 1 << 14  # calls noted before they are worked out, a few megabytes
 WITH_C = ("addmm", "baddbmm")  # operators whose first argument is C
 
 
@@ -47,7 +48,7 @@ class Noted(NamedTuple):
     node: int  # sequence number of the autograd node, the forward's and its backward's alike
     tracked: bool
     module: int  # id of the innermost module; 0 outside modules
-    caller: str  # class of the backward node
+    caller: type[Any] | None  # class of the backward node
 
 
 class Seen:
@@ -80,7 +81,7 @@ class Recorder:
         self._owners: dict[int, int] = {}  # a module's id by its parameter's storage
         self._searched: set[int] = set()
         self._recompute = Recompute()
-        self._override = kernels.Override(self._note, others=True, watch=True)
+        self._override = kernels.Override(self._note, others=True, watch=True, plain=self._plain)
 
     def remove(self) -> None:
         """Leave torch as it was; what was seen stays."""
@@ -110,6 +111,72 @@ class Recorder:
         self._sort()
         return dict(self._untranslated)
 
+    def _plain(self, op: str, natives: kernels.Natives) -> kernels.Native:
+        """The kernel of mm and bmm: `_note` of their two operands, in one piece.
+
+        Between a job's own kernels Python's code and data have left the caches, and every function
+        more that is called costs a microsecond or two.
+        """
+        noted, modules = self._noted.append, self._modules
+        tasks, running = self._recompute.tasks, self._recompute.running
+        thread, get_frame = kernels.thread, sys._getframe
+
+        def kernel(keys: Any, x: Tensor, w: Tensor) -> Tensor:
+            below, call, fake = natives[keys.raw_repr()]
+            if fake or thread.inside:
+                return call(below, x, w)  # type: ignore[no-any-return]
+            began = perf_counter()
+            result: Tensor = call(below, x, w)
+            seconds = perf_counter() - began
+            try:
+                task = current_task()
+                module: int = 0
+                caller: type | None = None
+                if task == -1 or (tasks and running(task)):
+                    recompute = task != -1
+                    number = next_node() - 1
+                    frame: Any = get_frame(1)
+                    while frame is not None and frame.f_code is not _CALL_IMPL:
+                        frame = frame.f_back
+                    inner: Any = frame.f_locals["self"] if frame is not None else None
+                    module = id(inner)
+                    if module not in modules or inner._modules:
+                        module = self._module(w)
+                else:
+                    recompute = False
+                    node = current_node()
+                    number = node._sequence_nr()
+                    caller = type(node)
+                noted(
+                    (
+                        self.step,
+                        (op, (x.shape, x.stride(), x.dtype), (w.shape, w.stride(), w.dtype)),
+                        None,
+                        x.untyped_storage()._cdata,
+                        w.untyped_storage()._cdata,
+                        seconds,
+                        task,
+                        recompute,
+                        number,
+                        is_grad_enabled(),
+                        module,
+                        caller,
+                    )
+                )
+            except Exception:  # no strides, say: a sparse operand
+                self._note_else(op, (x, w), seconds)
+            return result
+
+        return kernel
+
+    def _note_else(self, op: str, args: tuple[Any, ...], seconds: float) -> None:
+        try:
+            self._note(op, args, {}, seconds)
+        except Exception as error:
+            if op not in self._untranslated:
+                complain(f"recording {op}", error)
+            self._untranslated[op] = self._untranslated.get(op, 0) + 1
+
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> None:
         if op not in kernels.GEMM_OPS:
             self._untranslated[op] = self._untranslated.get(op, 0) + 1
@@ -121,19 +188,18 @@ class Recorder:
             gemms = kernels.translate(op, args, kwargs)
             signature = op, (x.shape,), (w.shape,)
         task = current_task()
+        where: tuple[Any, ...]
         if task == -1 or self._recompute.running(task):
             # The node that will run backward was made just before the kernel was called. Inside
             # an autograd.Function's forward grad mode is off and the node is the Function's.
-            where = task, task != -1, next_node() - 1, is_grad_enabled(), self._module(w), ""
+            where = task, task != -1, next_node() - 1, is_grad_enabled(), self._module(w), None
         else:
             node = current_node()
-            number, caller = (node._sequence_nr(), type(node).__name__) if node else (-1, "")
-            where = task, False, number, False, 0, caller
+            number = node._sequence_nr() if node else -1
+            where = task, False, number, False, 0, type(node) if node else None
         storages = x.untyped_storage()._cdata, w.untyped_storage()._cdata
         # A plain tuple in Noted's order: making a Noted takes longer.
         self._noted.append((self.step, signature, gemms, *storages, seconds, *where))
-        if len(self._noted) >= MANY:
-            self._sort()
 
     def _module(self, w: Tensor) -> int:
         """The id of the innermost module that is running, or of w's own; 0 outside modules.
@@ -197,7 +263,7 @@ class Recorder:
                     calls.append(Forward(site, rows, inner, cols, *storages))
         else:
             name, forward = match(self._forwards.get(call.node, ()), rows, inner, cols, storages)
-            site = forward.site if forward is not None else call.caller
+            site = forward.site if forward is not None else getattr(call.caller, "__name__", "")
             recompute = name == "fprop"
         key = (call.gemms or call.signature, name, int(recompute), site)
         seen = self._seen.get(key)
@@ -232,7 +298,7 @@ class Recompute:
         # torch's own names: what surrounds a non-reentrant recomputation, and the function whose
         # backward is a reentrant one.
         self._replaced: list[tuple[Any, str, Any]] = []
-        self._tasks: dict[tuple[int, int], int] = {}
+        self.tasks: dict[tuple[int, int], int] = {}  # depth by thread and task, while it is > 0
         self._replace(torch.utils.checkpoint, "_recomputation_hook", self._surround)
         self._replace(torch.utils.checkpoint.CheckpointFunction, "backward", self._wrap)
 
@@ -246,7 +312,7 @@ class Recompute:
             setattr(owner, name, original)
 
     def running(self, task: int) -> bool:
-        return self._tasks.get((threading.get_ident(), task), 0) > 0
+        return (threading.get_ident(), task) in self.tasks
 
     def _surround(self, hook: Any) -> Any:
         recompute = self
@@ -274,4 +340,6 @@ class Recompute:
 
     def _change(self, by: int) -> None:
         key = threading.get_ident(), torch._C._current_graph_task_id()
-        self._tasks[key] = self._tasks.get(key, 0) + by
+        depth = self.tasks.pop(key, 0) + by
+        if depth:
+            self.tasks[key] = depth

@@ -81,7 +81,7 @@ class _Thread(threading.local):
     inside = False
 
 
-_thread = _Thread()
+thread = _Thread()  # whether a GEMM of this thread is being handled
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
@@ -97,14 +97,23 @@ class Override:
     override at a time may be in place in a process.
     """
 
-    def __init__(self, handle: Handle | Note, others: bool = False, watch: bool = False) -> None:
+    def __init__(
+        self,
+        handle: Handle | Note,
+        others: bool = False,
+        watch: bool = False,
+        plain: Callable[[str, Natives], Native] | None = None,
+    ) -> None:
         """`others` hands over OTHER_OPS too.
 
         With `watch` the calls go through as they are, and handle(op, args, kwargs, seconds) is
-        told of each when its kernel has returned; GEMMs inside other GEMMs are not told.
+        told of each when its kernel has returned; GEMMs inside other GEMMs are not told. The
+        overloads of two operands and nothing else, nearly all calls of a job, take the kernel that
+        `plain` makes, if given: it takes (keys, x, w) and does everything itself.
         """
         self.faults = 0
         self._watch = watch
+        self._plain = plain
         self._handle = handle
         self._libraries: dict[str, torch.library.Library] = {}
         try:
@@ -127,23 +136,26 @@ class Override:
         space, _, name = overload.partition("::")
         if space not in self._libraries:
             self._libraries[space] = torch.library.Library(space, "IMPL")
-        make = self._watched if self._watch else self._handled
-        self._libraries[space].impl(name, make(op, overload), "BackendSelect", with_keyset=True)
+        if self._plain is not None and overload in ("aten::mm", "aten::bmm"):
+            kernel = self._plain(op, Natives(overload))
+        else:
+            kernel = (self._watched if self._watch else self._handled)(op, overload)
+        self._libraries[space].impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def _handled(self, op: str, overload: str) -> Callable[..., Any]:
         handle: Any = self._handle
-        own = native = _Natives(overload)
+        own = native = Natives(overload)
         inplace = op in GEMM_OPS and overload.endswith("_")
         if inplace:
-            native = _Natives(f"{overload[:-1]}.out")
+            native = Natives(f"{overload[:-1]}.out")
 
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             below, call, fake = own[keys.raw_repr()]
-            if _thread.inside or fake:
+            if thread.inside or fake:
                 return call(below, *args, **kwargs)
             if inplace:
                 kwargs["out"] = args[0]
-            _thread.inside = True
+            thread.inside = True
             try:
                 return handle(op, partial(native[keys.raw_repr()].call, below), args, kwargs)
             except Exception as error:
@@ -153,27 +165,27 @@ class Override:
                 self._fault(op, error)
                 return result
             finally:
-                _thread.inside = False
+                thread.inside = False
 
         return kernel
 
     def _watched(self, op: str, overload: str) -> Callable[..., Any]:
         note: Any = self._handle
-        natives = _Natives(overload)
+        natives = Natives(overload)
         inplace = op in GEMM_OPS and overload.endswith("_")
 
         # Between a job's kernels this code is cold in the caches, so it is short above all.
         def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
             below, call, fake = natives[keys.raw_repr()]
-            if _thread.inside or fake:
+            if thread.inside or fake:
                 return call(below, *args, **kwargs)
-            _thread.inside = True
+            thread.inside = True
             try:
                 began = perf_counter()
                 result = call(below, *args, **kwargs)
                 seconds = perf_counter() - began
             finally:
-                _thread.inside = False
+                thread.inside = False
             try:
                 if inplace:
                     kwargs["out"] = args[0]
@@ -195,22 +207,22 @@ class Override:
             self._libraries.popitem()[1]._destroy()
 
 
-class _Native(NamedTuple):
+class Below(NamedTuple):
     """What is below the override for a set of dispatch keys."""
 
-    below: Any  # the keys that are left
-    call: Native  # takes `below` and the call's arguments
+    keys: Any  # those that are left
+    call: Native  # takes them and the call's arguments
     fake: bool  # fake tensors (torch.compile traces with them) run no kernel of a device
 
 
-class _Natives(dict[int, _Native]):
+class Natives(dict[int, Below]):
     """The job's own kernels of an overload, by a key set's raw bits."""
 
     def __init__(self, overload: str) -> None:
         super().__init__()
         self._overload = overload
 
-    def __missing__(self, raw: int) -> _Native:
+    def __missing__(self, raw: int) -> Below:
         below = torch._C.DispatchKeySet.from_raw_repr(raw) & _BELOW
         key = below.highestPriorityTypeId()
         if key in _KERNELS and hasattr(torch.library, "get_kernel"):
@@ -221,7 +233,7 @@ class _Natives(dict[int, _Native]):
             name, _, form = name.partition(".")
             packet = getattr(getattr(torch.ops, space), name)
             call = getattr(packet, form or "default")._handle.redispatch_boxed
-        self[raw] = native = _Native(below, call, below.has(torch._C.DispatchKey.Meta))
+        self[raw] = native = Below(below, call, below.has(torch._C.DispatchKey.Meta))
         return native
 
 
