@@ -1,10 +1,11 @@
 """What capture costs a training step: arms alternated block by block in one process.
 
 On one thread: the reference job's tiny Llama (27 GEMM calls a step), and a two-layer Hugging Face
-Llama (57 calls a step, attention among them) at several sizes. Arms: the job alone, capture waiting for its steps (as before the recorded ones), capture recording, and the
-job after capture has taken itself out. A block is a few steps of one arm; the first, which runs in
-the caches that the change of arms left, is not counted. Prints the ratio of each arm's block to the
-lone job's, paired round by round.
+Llama (57 calls a step, attention among them) at several sizes. Arms: the job alone, capture waiting
+for its steps (as before the recorded ones), capture recording, and the job after capture has taken
+itself out. A block is a few steps of one arm; the first, which runs in the caches that the change
+of arms left, is not counted. Prints the ratio of each arm's block to the lone job's, paired round
+by round.
 """
 
 import os
@@ -34,7 +35,9 @@ WAIT = {"steps": 1, "warmup": 10**9, "stop": False, "dims": False, "optimizer": 
 
 def reference(tokens: int) -> Callable[[], None]:
     """A step of the reference job, as a function without arguments."""
-    options = parse(["--model", "tiny", "--device", "cpu", "--seq", str(tokens // 2)])
+    options = parse(
+        ["--model", "tiny", "--device", "cpu", "--fsdp", "none", "--seq", str(tokens // 2)]
+    )
     trainer = Trainer(options, Rank(), torch.device("cpu"))
     count = iter(range(10**9))
     return lambda: trainer.step(next(count)) and None
