@@ -36,7 +36,18 @@ WAIT = {"steps": 1, "warmup": 10**9, "stop": False, "dims": False, "optimizer": 
 def reference(tokens: int) -> Callable[[], None]:
     """A step of the reference job, as a function without arguments."""
     options = parse(
-        ["--model", "tiny", "--device", "cpu", "--fsdp", "none", "--seq", str(tokens // 2)]
+        [
+            "--model",
+            "tiny",
+            "--device",
+            "cpu",
+            "--fsdp",
+            "none",
+            "--precision",
+            "fp32",
+            "--seq",
+            str(tokens // 2),
+        ]
     )
     trainer = Trainer(options, Rank(), torch.device("cpu"))
     count = iter(range(10**9))
