@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole workflow on a small job: a tiny Llama, FSDP2, two ranks, on the CPU of any machine.
-# Reads nothing; writes demo/ (shapes.csv, candidates.csv, tuned.csv, replay.txt, replay.json).
+# Reads nothing; writes demo/ (shapes.csv, candidates.csv, tuned.csv, replay.json).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,7 +23,8 @@ step "Run the training job as it is and record the matrix products (GEMMs) of on
 step "Time the algorithms that the libraries have for each GEMM; check their results first." \
   gemmtune sweep demo/shapes.csv -o demo/tuned.csv
 step "A faster GEMM need not make a faster step: run the job, default and tuned in turn, and see." \
-  gemmtune replay demo/tuned.csv -o demo/replay.json -- "${job[@]}" --steps 5000 | tee demo/replay.txt
+  gemmtune replay demo/tuned.csv -o demo/replay.json -- "${job[@]}" --steps 5000 |
+  grep -v '^step '
 step "From now on, train with the table on; the training script stays as it is." \
   gemmtune run demo/tuned.csv -- "${job[@]}" --steps 5
 
@@ -31,11 +32,10 @@ printf '\n\033[1mSummary\033[0m\n'
 cat <<END
   demo/shapes.csv      $(rows demo/shapes.csv) rows: the GEMMs of a training step, where in the model and how often
   demo/tuned.csv       $(rows demo/tuned.csv) GEMMs with an algorithm that is faster than the default on this machine
-  demo/replay.txt      what that is worth in the step itself, repeated from above:
+  demo/replay.json     what that is worth in the step itself:
+                       $(python -c 'import json; print(json.load(open("demo/replay.json"))["verdict"]["text"])')
 
-$(sed -n '4,$ s/^/    /p' demo/replay.txt)
-
-  A tiny model on a CPU gains little; the commands are the same for a real job:
+  A tiny model on a CPU gains little, if anything. The commands are the same for a real job:
     gemmtune capture -o shapes.csv -- YOUR COMMAND
     gemmtune sweep shapes.csv
     gemmtune replay tuned.csv -- YOUR COMMAND

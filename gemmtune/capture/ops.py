@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class Recorder:
         self.step = 0
         self._seen: dict[tuple[Any, str, int, str], Seen] = {}
         self._translations: dict[Any, tuple[Gemm, ...]] = {}
-        self._untranslated: dict[str, int] = {}
+        self._untranslated: Counter[str] = Counter()
         self._noted: deque[tuple[Any, ...]] = deque()
         self._sorted_step = 0
         self._sorting = threading.Lock()
@@ -109,7 +109,7 @@ class Recorder:
     def untranslated(self) -> dict[str, int]:
         """Calls of matrix products that are no Gemm, by operator."""
         self._sort()
-        return dict(self._untranslated)
+        return dict(self._untranslated + self._override.counts)
 
     def _plain(self, op: str, natives: kernels.Natives) -> kernels.Native:
         """The kernel of mm and bmm: `_note` of their two operands, in one piece.
@@ -130,10 +130,11 @@ class Recorder:
             seconds = perf_counter() - began
             try:
                 task = current_task()
-                module: int = 0
+                module, tracked, recompute = 0, False, False
                 caller: type | None = None
                 if task == -1 or (tasks and running(task)):
                     recompute = task != -1
+                    tracked = is_grad_enabled()
                     number = next_node() - 1
                     frame: Any = get_frame(1)
                     while frame is not None and frame.f_code is not _CALL_IMPL:
@@ -143,7 +144,6 @@ class Recorder:
                     if module not in modules or inner._modules:
                         module = self._module(w)
                 else:
-                    recompute = False
                     node = current_node()
                     number = node._sequence_nr()
                     caller = type(node)
@@ -158,7 +158,7 @@ class Recorder:
                         task,
                         recompute,
                         number,
-                        is_grad_enabled(),
+                        tracked,
                         module,
                         caller,
                     )
@@ -175,12 +175,9 @@ class Recorder:
         except Exception as error:
             if op not in self._untranslated:
                 complain(f"recording {op}", error)
-            self._untranslated[op] = self._untranslated.get(op, 0) + 1
+            self._untranslated[op] += 1
 
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> None:
-        if op not in kernels.GEMM_OPS:
-            self._untranslated[op] = self._untranslated.get(op, 0) + 1
-            return
         x, w = args[1:3] if op in WITH_C else args[:2]
         gemms = None
         signature = kernels.signature(op, args, kwargs)
@@ -275,7 +272,7 @@ class Recorder:
             label = " ".join(
                 [op, *(str(t).replace("torch.", "of ") for t in call.signature[1][2:])]
             )
-            self._untranslated[label] = self._untranslated.get(label, 0) + 1
+            self._untranslated[label] += 1
 
     def _translate(self, call: Noted) -> tuple[Gemm, ...]:
         if call.gemms is not None:

@@ -9,6 +9,7 @@ thread, and leaves torch.compile on.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 from time import perf_counter
@@ -67,12 +68,10 @@ OTHER_OPS = (
     *(
         f"_scaled_dot_product_{kind}_attention{direction}"
         for kind in ("flash", "efficient", "cudnn", "fused")
-        for direction in ("", "_backward", "_for_cpu", "_for_cpu_backward")
+        for direction in ("", "_for_cpu")  # their backward is one operator a call too: not counted
     ),
-    *("_scaled_dot_product_fused_attention_overrideable",),
-    *("_scaled_dot_product_fused_attention_overrideable_backward",),
-    *("_flash_attention_forward", "_flash_attention_backward"),
-    *("_efficient_attention_forward", "_efficient_attention_backward"),
+    *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
+    "_efficient_attention_forward",
 )
 GROUPED = "_grouped_mm"
 
@@ -107,11 +106,13 @@ class Override:
         """`others` hands over OTHER_OPS too.
 
         With `watch` the calls go through as they are, and handle(op, args, kwargs, seconds) is
-        told of each when its kernel has returned; GEMMs inside other GEMMs are not told. The
+        told of each when its kernel has returned; GEMMs inside other GEMMs are not told, and of
+        OTHER_OPS only how often they ran is kept, in `counts`. The
         overloads of two operands and nothing else, nearly all calls of a job, take the kernel that
         `plain` makes, if given: it takes (keys, x, w) and does everything itself.
         """
         self.faults = 0
+        self.counts: Counter[str] = Counter()
         self._watch = watch
         self._plain = plain
         self._handle = handle
@@ -139,7 +140,10 @@ class Override:
         if self._plain is not None and overload in ("aten::mm", "aten::bmm"):
             kernel = self._plain(op, Natives(overload))
         else:
-            kernel = (self._watched if self._watch else self._handled)(op, overload)
+            make = self._handled
+            if self._watch:
+                make = self._watched if op in GEMM_OPS else self._counted
+            kernel = make(op, overload)
         self._libraries[space].impl(name, kernel, "BackendSelect", with_keyset=True)
 
     def _handled(self, op: str, overload: str) -> Callable[..., Any]:
@@ -193,6 +197,23 @@ class Override:
             except Exception as error:
                 self._fault(op, error)
             return result
+
+        return kernel
+
+    def _counted(self, op: str, overload: str) -> Callable[..., Any]:
+        counts = self.counts
+        natives = Natives(overload)
+
+        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            below, call, fake = natives[keys.raw_repr()]
+            if thread.inside or fake:
+                return call(below, *args, **kwargs)
+            counts[op] += 1
+            thread.inside = True
+            try:
+                return call(below, *args, **kwargs)
+            finally:
+                thread.inside = False
 
         return kernel
 
