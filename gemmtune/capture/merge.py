@@ -15,7 +15,7 @@ class Captured(NamedTuple):
     rows: list[Shape]
     ranks: int
     steps: int  # whole steps recorded, on the rank that recorded fewest
-    step_us: float  # mean time of a recorded step; 0 where none ended
+    step_us: float  # mean time of a recorded step; 0 where none ended, or where a GPU ran it
     gemm_us: float  # time a step spends in GEMM calls, mean over ranks; 0 where not measured
     remarks: list[str]
 
@@ -50,7 +50,7 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> Captured:
         rows=rows,
         ranks=len({r["rank"] for r in ranks}),
         steps=min(len(r["step_s"]) for r in ranks),
-        step_us=sum(whole) / len(whole) * 1e6 if whole else 0.0,
+        step_us=sum(whole) / len(whole) * 1e6 if whole and on_cpu else 0.0,
         gemm_us=_gemm_us(ranks) if on_cpu else 0.0,
         remarks=_remarks(ranks, rows),
     )
