@@ -171,6 +171,58 @@ def test_an_out_that_torch_would_resize_or_that_is_an_operand_stays_native(
     assert sum(applier.fallbacks().values()) == 2
 
 
+def overlapping(which: str) -> torch.Tensor:
+    """A call whose `out` lies over something that it reads, or over itself."""
+    memory = torch.arange(33.0 * 32).view(33, 32) / 1000
+    upper, lower, eye = memory[:32], memory[1:], torch.eye(32)
+    if which == "x":
+        torch.mm(upper, eye + 1, out=lower)
+    elif which == "c":
+        torch.addmm(upper, eye, eye + 1, out=lower)
+    elif which == "c turned":
+        torch.addmm(upper.t(), eye, eye + 1, out=upper)
+    elif which == "a row as bias":
+        torch.addmm(upper[3], eye, eye + 1, out=upper)
+    elif which == "a column as c":
+        torch.addmm(upper[:, 3:4], eye, eye + 1, out=upper)
+    elif which == "itself":
+        torch.mm(eye, eye + 1, out=memory[:1].expand(32, 32))
+    elif which == "another type":
+        torch.mm(eye, eye + 1, out=memory.double()[:32])
+    elif which == "baddbmm":
+        memory = torch.arange(5.0 * 16 * 16).view(5, 16, 16)
+        torch.baddbmm(memory[:4], memory[:4] * 2, memory[:4] * 3, out=memory[1:])
+    return memory
+
+
+@pytest.mark.parametrize("config", ["openblas", "split-n2", "transposed"])
+@pytest.mark.parametrize(
+    "which",
+    ["x", "c", "c turned", "a row as bias", "a column as c", "itself", "another type", "baddbmm"],
+)
+def test_an_out_over_other_memory_of_the_call_is_treated_as_without_us(
+    which: str, config: str, applier: KernelApplier
+) -> None:
+    def outcome() -> Any:
+        try:
+            return overlapping(which)
+        except RuntimeError as error:
+            return str(error)
+
+    want = outcome()
+    gemms = [known.gemm for known in applier._known.values() if known]  # torch may have refused
+    assert gemms
+    applier.choose({gemm: Algo(cpu.IDS[config], 0, config) for gemm in gemms})
+    got = outcome()
+    assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    assert applier.fallbacks()
+
+
+def test_a_kernel_that_torch_lacks_is_missed_as_without_us(applier: KernelApplier) -> None:
+    with pytest.raises(NotImplementedError):
+        torch.mm(X, W, out_dtype=torch.float64)
+
+
 def test_calls_of_several_threads_are_all_counted_while_the_choice_changes(
     applier: KernelApplier,
 ) -> None:

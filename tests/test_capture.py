@@ -391,3 +391,64 @@ def test_an_unwritable_output_is_said_before_the_job_runs(gemmtune, tmp_path) ->
     done = gemmtune("capture", "-o", "no/s.csv", "--", "train.py", cwd=tmp_path, code=2)
     assert done.stderr.startswith("gemmtune: cannot write no/s.csv: there is no folder")
     assert "ran" not in done.stdout
+
+
+def test_a_forked_child_is_no_part_of_its_parents_step(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    code = MLP + textwrap.dedent("""
+        for i in range(3):
+            loss = model(torch.ones(5, 12)).sum()
+            if i == 1 and os.fork() == 0:
+                model(torch.ones(5, 12))
+                sys.exit()  # which runs exit handlers
+            loss.backward()
+            optimizer.step()
+    """)
+    rows, said = capture(gemmtune, tmp_path, code)
+    assert {(row.pass_, row.calls) for row in rows} == {("fprop", 1), ("dgrad", 1), ("wgrad", 1)}
+    assert "a part of it" not in said
+
+
+def test_forked_ranks_are_recorded_each_from_its_own_start(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    code = MLP + textwrap.dedent("""
+        import torch.multiprocessing as mp
+        def rank(number):
+            os.environ.update(RANK=str(number), WORLD_SIZE="2")
+            for _ in range(2):
+                model(torch.ones(5, 12)).sum().backward()
+                optimizer.step()
+            model(torch.ones(5, 12))  # the third step's beginning, lost if the end is not noticed
+        mp.start_processes(rank, nprocs=2, start_method="fork")
+    """)
+    rows, _ = capture(gemmtune, tmp_path, code, "--warmup", "2")
+    assert {(row.pass_, row.calls, row.ranks) for row in rows} == {("fprop", 1, "0-1")}
+
+
+def test_sparse_products_are_named_without_a_complaint(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    code = MLP + textwrap.dedent("""
+        sparse = torch.eye(8).to_sparse_csr()
+        for _ in range(2):
+            for kind in (sparse, sparse.to_sparse_coo()):
+                torch.mm(kind, torch.ones(8, 8))
+                torch.addmm(torch.ones(8, 8), kind, torch.ones(8, 8))
+            step()
+    """)
+    rows, said = capture(gemmtune, tmp_path, code)
+    assert len(rows) == 5
+    left_out = said.partition("left out: ")[2]
+    assert all(f"{op} of sparse_{k} " in left_out for op in ("mm", "addmm") for k in ("coo", "csr"))
+    assert "NotImplementedError" not in said
+
+
+def test_a_step_of_other_products_alone_is_said_to_have_no_gemm(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    code = """
+        import torch
+        model = torch.nn.Conv1d(4, 4, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            model(torch.ones(2, 4, 8)).sum().backward()
+            optimizer.step()
+    """
+    rows, said = capture(gemmtune, tmp_path, code, exit_code=1)
+    assert not rows
+    assert "no GEMM ran between the optimizer steps" in said
+    assert "convolution 1x" in said and "the job ended" not in said

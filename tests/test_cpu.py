@@ -152,18 +152,34 @@ def test_run_says_what_does_not_fit():
         cpu.run("cublas", x, w, d)
 
 
-def test_openblas_follows_the_threads_of_torch():
+def test_openblas_has_the_threads_of_torch_and_leaves_the_jobs_numpy_its_own(monkeypatch):
     openblas = cpu._openblas()
     if openblas is None:
         pytest.skip("numpy does not use OpenBLAS here")
-    x, before = torch.ones(64, 64), torch.get_num_threads()
+    x, before, own = torch.ones(64, 64), torch.get_num_threads(), openblas._get()
+    had = []
+    array = cpu._array
+    monkeypatch.setattr(cpu, "_array", lambda t: had.append(openblas._get()) or array(t))
     try:
+        openblas._set(2)
         for threads in (1, 2, 1):
             torch.set_num_threads(threads)
             cpu.run("openblas", x, x, torch.empty(64, 64))
-            assert openblas._get() == threads
+            assert set(had) == {threads}
+            assert openblas._get() == 2
+            had.clear()
     finally:
         torch.set_num_threads(before)
+        openblas._set(own)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"), [("openblas", torch.bfloat16), ("split-k2", torch.float16), ("mv", None)]
+)
+def test_a_configuration_that_would_be_wrong_for_the_call_refuses_it(config, kind):
+    x = torch.ones(32, 32, dtype=kind)
+    with pytest.raises(BackendError):
+        cpu.run(config, x, x, torch.empty_like(x))
 
 
 def test_onednn_stays_on_after_it_was_off_for_a_call():

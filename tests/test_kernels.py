@@ -673,3 +673,10 @@ def test_packed_weights_of_a_frozen_graph_are_named(calls):
     ((op, args, kwargs),) = calls
     assert op == "mkl::_mkl_linear"
     assert kernels.translate(op, args, kwargs) == ()
+
+
+def test_a_sparse_operand_has_no_signature_of_a_dense_one() -> None:
+    dense = torch.eye(4)
+    for sparse in (dense.to_sparse_coo(), dense.to_sparse_csr()):
+        assert kernels.signature("mm", (sparse, dense), {}) is None
+        assert kernels.signature("addmm", (dense, sparse, dense), {"beta": 1}) is None

@@ -6,12 +6,13 @@ and numpy, nothing else. Every configuration computes d = alpha·(x·w) + beta·
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gemmtune.backends.base import Launch, Operands
@@ -252,9 +253,11 @@ def _numpy(x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:
     openblas = _openblas()
     if openblas is None:
         raise BackendError("numpy does not use OpenBLAS here: sweep again")
-    openblas.follow(torch.get_num_threads())
+    if not all(t.dtype in (torch.float32, torch.float64) for t in (x, w, d)):
+        raise BackendError(f"OpenBLAS has no {str(d.dtype).removeprefix('torch.')}: sweep again")
     p = d if add.c is None else torch.empty_like(d)
-    numpy.matmul(_array(x), _array(w), out=_array(p))
+    with openblas.threads(torch.get_num_threads()):
+        numpy.matmul(_array(x), _array(w), out=_array(p))
     _finish(d, p, add)
 
 
@@ -289,6 +292,8 @@ def _split_k(parts: int, x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:
     """k in equal parts as one batched GEMM, then the sum of the parts."""
     import torch
 
+    if x.element_size() < 4:  # each part would be rounded before the sum
+        raise BackendError(f"split-k is not for {str(x.dtype).removeprefix('torch.')}: sweep again")
     xs = x.unflatten(1, (parts, -1)).transpose(0, 1)
     products = torch.bmm(xs, w.unflatten(0, (parts, -1)))
     p = d if add.c is None else torch.empty_like(d)
@@ -312,6 +317,8 @@ def _mv(x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:
     """One row or one column: a matrix-vector product."""
     import torch
 
+    if d.dim() != 2 or 1 not in d.shape:
+        raise BackendError(f"a result of {tuple(d.shape)} is no vector")
     if d.shape[0] == 1:
         matrix, vector, out, add = w.t(), x[0], d[0], add.of(lambda c: c[0])
     else:
@@ -467,9 +474,18 @@ class _OpenBlas:
                     return
         raise OSError(f"{path} has no openblas_set_num_threads")
 
-    def follow(self, threads: int) -> None:
-        if self._get() != threads:
-            self._set(threads)
+    @contextlib.contextmanager
+    def threads(self, count: int) -> Iterator[None]:
+        """Meanwhile have `count` threads; afterwards as many as the job's own numpy calls had."""
+        before = self._get()
+        if before == count:
+            yield
+            return
+        self._set(count)
+        try:
+            yield
+        finally:
+            self._set(before)
 
 
 @functools.lru_cache(maxsize=1)

@@ -95,6 +95,14 @@ class Recorder:
     def next_step(self) -> None:
         self.step += 1
 
+    def forget(self) -> None:
+        """In a forked child: what the parent saw is not the child's, its lock may be held."""
+        self._sorting = threading.Lock()
+        self.step = self._sorted_step = 0
+        for seen in (self._seen, self._noted, self._forwards, self._untranslated):
+            seen.clear()
+        self._override.counts.clear()
+
     def rows(self) -> list[dict[str, Any]]:
         """What was seen, as JSON values: a row per Gemm, pass, recompute and site."""
         self._sort()
@@ -183,7 +191,11 @@ class Recorder:
         signature = kernels.signature(op, args, kwargs)
         if signature is None:
             gemms = kernels.translate(op, args, kwargs)
-            signature = op, (x.shape,), (w.shape,)
+            if not gemms:  # sparse operands, which have no storage either
+                layouts = {str(t.layout).removeprefix("torch.") for t in (x, w)} - {"strided"}
+                self._untranslated[" ".join([op, *(f"of {name}" for name in sorted(layouts))])] += 1
+                return
+            signature = op, *((),) * (op in WITH_C), (x.shape,), (w.shape,)
         task = current_task()
         where: tuple[Any, ...]
         if task == -1 or self._recompute.running(task):
@@ -235,10 +247,16 @@ class Recorder:
         """Work out what the noted calls were, in their order."""
         with self._sorting:
             while self._roots:
-                for name, module in self._roots.pop().named_modules():
+                for name, module in list(self._roots.pop().named_modules()):
                     self._names.setdefault(id(module), clean_name(name) or type(module).__name__)
             while self._noted:
-                self._count(Noted(*self._noted.popleft()))
+                call = Noted(*self._noted.popleft())
+                try:
+                    self._count(call)
+                except Exception as error:  # counted all the same, and the others with it
+                    self._untranslated[call.signature[0]] += 1
+                    if self._untranslated[call.signature[0]] == 1:
+                        complain(f"recording {call.signature[0]}", error)
 
     def _count(self, call: Noted) -> None:
         if call.step != self._sorted_step:

@@ -7,7 +7,7 @@ Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (n
 
 from __future__ import annotations
 
-import atexit
+import os
 import sys
 import threading
 import time
@@ -39,10 +39,27 @@ class Session:
         self.waited = 0
         self._done = threading.Event()
         self._saving = threading.Lock()
+        self._child = False  # forked from the process that imported torch
         self._handle = steps.on_step(self._on_step, options["optimizer"])
-        atexit.register(self._at_exit)
+        files.at_exit(self._at_exit)
+        os.register_at_fork(after_in_child=self._forked)
         if options["warmup"] == 0:
             self._begin()
+
+    def _forked(self) -> None:
+        """Start afresh in a forked child: what the parent saw is the parent's to tell.
+
+        The child may be a rank, a data loader or anything else: it is one of the job's ranks once
+        an optimizer steps in it. The parent's locks may be held by threads that it alone has.
+        """
+        self._child = True
+        self._saving = threading.Lock()
+        self.waited, self.step_s = 0, []
+        if not self._done.is_set():
+            self._done = threading.Event()
+            self._began = time.perf_counter()
+            if self.recorder is not None:
+                self.recorder.forget()
 
     def _begin(self) -> None:
         self.recorder = Recorder()
@@ -77,7 +94,9 @@ class Session:
         self._save()
 
     def _at_exit(self) -> None:
-        if not self._done.is_set() and (self.waited or (self.recorder and self.recorder.rows())):
+        stepped = self.waited or self.step_s
+        seen = not self._child and self.recorder is not None and self.recorder.rows()
+        if not self._done.is_set() and (stepped or seen):
             self._end()
 
     def _save_at_times(self) -> None:

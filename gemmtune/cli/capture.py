@@ -85,6 +85,8 @@ def capture(
     }
     if not captured.rows:
         click.echo(f"gemmtune: nothing recorded: {_nothing(records[0], warmup)}", err=True)
+        for line in captured.remarks:
+            click.echo(f"gemmtune: {line}", err=True)
         sys.exit(code or 1)
     table.write(output, captured.rows, Shape, provenance)
     if dims:
@@ -97,7 +99,7 @@ def capture(
 
 
 def _nothing(record: dict[str, object], warmup: int) -> str:
-    if record["waited"]:
+    if record["waited"] and not record["step_s"]:
         return (
             f"the job ended after {record['waited']} optimizer steps, and {warmup} of them are"
             " warm-up: let it run longer or lower --warmup"

@@ -7,7 +7,6 @@ in it, the call goes through as the job made it, and is counted by reason.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 import sys
@@ -224,8 +223,12 @@ class KernelApplier:
         if op not in _LAUNCHED_OPS:
             raise BackendError(f"{op} has scales or groups: only {', '.join(_LAUNCHED_OPS)} can be")
         call = kernels.unpack(op, args, kwargs)
+        if not call.alpha:
+            raise BackendError("alpha=0, for which torch reads neither factor")
         x, w, c = _plain(call.x), _plain(call.w), call.c
         shape = (*x.shape[:-1], w.shape[-1])
+        if call.out is not None:
+            _check_out(call, shape)
         bias = _plain(c) if call.bias and c is not None else None
         c = None if c is None or bias is not None else _plain(c).expand(shape)
         out = call.out
@@ -233,10 +236,6 @@ class KernelApplier:
             d = torch.empty(shape, dtype=call.out_type or x.dtype, device=x.device)
             self._run(config, x, w, d, c, call.alpha, call.beta, bias)
             return d
-        if out.shape != shape:
-            raise BackendError("out= has another shape, which torch would resize")
-        if out.data_ptr() in (x.data_ptr(), w.data_ptr()):
-            raise BackendError("out= is an operand too")
         d = _plain(out)
         before = None
         if c is not None and c.data_ptr() == d.data_ptr():
@@ -257,6 +256,44 @@ class KernelApplier:
     def _fell(self, error: Exception) -> None:
         with self._lock:
             self._fallbacks[_words(error)] += 1
+
+
+def _check_out(call: kernels.Call, shape: tuple[int, ...]) -> None:
+    """Raise BackendError where only torch's own kernel treats the job's `out` as torch does.
+
+    Its refusals are the job's to see, and where it lets `out` share memory with what is read, the
+    result depends on the order of reading and writing. C may be `out` itself (in place).
+    """
+    x, w, c, out = call.x, call.w, call.c, call.out
+    assert out is not None
+    if out.shape != shape:
+        raise BackendError("out= has another shape, which torch would resize")
+    if out.dtype != (call.out_type or x.dtype):
+        raise BackendError("out= has another type, which torch refuses")
+    if any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True)):
+        raise BackendError("out= lies over itself, which torch refuses")
+    storage = out.untyped_storage().data_ptr()
+    own = c is not None and c.data_ptr() == out.data_ptr() and _same_layout(c, out)
+    read = (x, w) if own or c is None else (x, w, c)
+    if any(t.untyped_storage().data_ptr() == storage and _overlap(t, out) for t in read):
+        raise BackendError("out= shares memory with an operand")
+
+
+def _same_layout(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.stride() == b.stride()
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the spans of memory of two tensors meet."""
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    return a0 < b1 and b0 < a1
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    if not t.numel():
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -295,12 +332,14 @@ class _Process:
         self._calls: Counter[str] = Counter()
         self._gemms: set[Gemm] = set()
         self._steps = 0
+        self._child = False
         applier.choose({gemm: tuned.rows[i].algo for gemm, i in self._index.items()})
         os.register_at_fork(after_in_child=self._forked)
         steps.on_step(self._stepped)
-        atexit.register(self._ended)
+        files.at_exit(self._ended)
 
     def _forked(self) -> None:
+        self._child = True
         self._calls.clear()
         self._gemms.clear()
         self._steps = 0
@@ -311,6 +350,8 @@ class _Process:
             self._save()
 
     def _ended(self) -> None:
+        if self._child and not self._steps:
+            return  # a data loader, say: no rank of the job
         use = self._save()
         if self._out is None and use.gemms and use.rank == 0:
             who = "rank 0: " if files.rank()[1] > 1 else ""

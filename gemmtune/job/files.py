@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from multiprocessing import util
 from typing import Any
 
 _in_group: dict[int, tuple[int, int]] = {}  # by pid, as a fork is another process
@@ -29,6 +31,17 @@ def rank() -> tuple[int, int]:
 def _variable(name: str, default: int) -> int:
     value = os.environ.get(name, "")
     return int(value) if value.isdecimal() else default
+
+
+def at_exit(function: Callable[[], None]) -> None:
+    """Call `function` when this process ends in order, or one that multiprocessing forks from it.
+
+    Those do not come to Python's own exit handlers.
+    """
+    atexit.register(function)
+    util.register_after_fork(
+        function, lambda _: util.Finalize(None, function, exitpriority=0) and None
+    )
 
 
 def complain(what: str, error: Exception) -> None:

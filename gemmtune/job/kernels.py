@@ -246,7 +246,8 @@ class Natives(dict[int, Below]):
     def __missing__(self, raw: int) -> Below:
         below = torch._C.DispatchKeySet.from_raw_repr(raw) & _BELOW
         key = below.highestPriorityTypeId()
-        if key in _KERNELS and hasattr(torch.library, "get_kernel"):
+        direct = key in _KERNELS and hasattr(torch.library, "get_kernel")
+        if direct and torch._C._dispatch_has_kernel_for_dispatch_key(self._overload, key.name):
             # Called directly, the kernel costs half of what a second dispatch does.
             call: Native = torch.library.get_kernel(self._overload, key).call_boxed
         else:
@@ -262,11 +263,13 @@ def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
     """What a translation depends on, cheap to build: calls with equal signatures are one Gemm.
 
     None for grouped products whose group sizes are values and not shapes, and for tensors without
-    strides (sparse ones).
+    meaningful strides (sparse ones).
     """
     try:
         if len(args) == 2 and not kwargs:
             a, b = args
+            if a.layout is not torch.strided or b.layout is not torch.strided:
+                return None
             return op, (a.shape, a.stride(), a.dtype), (b.shape, b.stride(), b.dtype)
         if op == GROUPED:
             return None
@@ -292,6 +295,8 @@ def _rebuild(part: Any) -> Any:
 
 def _part(value: Any) -> Hashable:
     if isinstance(value, Tensor):
+        if value.layout is not torch.strided:  # sparse COO ones have strides all the same
+            raise RuntimeError("no strides")
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
         return tuple(_part(v) for v in value)
