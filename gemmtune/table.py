@@ -105,6 +105,26 @@ _REQUIRED = {
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 
+_MOST_RANKS = 1 << 20
+# What other stages read from a provenance, by the JSON types that it may have.
+_PROVENANCE_TYPES: dict[str, tuple[type[Any], ...]] = {
+    "threads": (int,),
+    "ranks": (int,),
+    "ranks_per_node": (int,),
+    "machine": (dict,),
+    "backend": (str,),
+    "device": (str,),
+    "command": (str, list),
+}
+
+
+def _ranks_fit(text: str) -> bool:
+    if not re.fullmatch(r"[0-9]{1,7}(-[0-9]{1,7})?(,[0-9]{1,7}(-[0-9]{1,7})?)*", text):
+        return False
+    parts = [part.partition("-") for part in text.split(",")]
+    return all(int(a) <= int(b or a) < _MOST_RANKS for a, _, b in parts)
+
+
 def _own(cls: type[Any]) -> tuple[str, ...]:
     return tuple(_RENAMED.get(f, f) for f in cls._fields if f not in ("gemm", "algo"))
 
@@ -157,6 +177,8 @@ def _cell(name: str, text: str) -> Any:
         if not 0 <= number < float("inf"):
             raise ValueError("is not a number from 0 up")
         return number
+    if name == "ranks" and not _ranks_fit(text):
+        raise ValueError("is no list of ranks such as 0-7,9")
     if name in _ENUMS and text not in _ENUMS[name]:
         raise ValueError(f"is none of {' '.join(_ENUMS[name])}")
     return text
@@ -281,9 +303,24 @@ def read_provenance(text: str) -> tuple[dict[str, Any], list[Fault]]:
                 value = None
             if isinstance(value, dict):
                 provenance |= value
+                faults += [
+                    Fault(number, "", "", f"{key} in the provenance cannot be {value[key]!r}")
+                    for key, kinds in _PROVENANCE_TYPES.items()
+                    if not _may_be(value.get(key), kinds)
+                ]
             else:
                 faults.append(Fault(number, "", "", "the provenance is not a JSON object"))
     return provenance, faults
+
+
+def _may_be(value: Any, kinds: tuple[type[Any], ...]) -> bool:
+    if value is None:
+        return True
+    if kinds == (int,):
+        return type(value) is int and 0 < value <= _MOST_RANKS
+    return isinstance(value, kinds) and (
+        not isinstance(value, list) or all(isinstance(word, str) for word in value)
+    )
 
 
 def scan(text: str, cls: type[Row]) -> Iterator[tuple[int, Row | Fault]]:

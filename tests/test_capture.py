@@ -452,3 +452,23 @@ def test_a_step_of_other_products_alone_is_said_to_have_no_gemm(gemmtune, tmp_pa
     assert not rows
     assert "no GEMM ran between the optimizer steps" in said
     assert "convolution 1x" in said and "the job ended" not in said
+
+
+def test_what_was_recorded_is_kept_where_the_output_cannot_be_written_any_more(  # type: ignore[no-untyped-def]
+    gemmtune, tmp_path
+) -> None:
+    code = MLP + "import shutil\nfor _ in range(3): step()\nshutil.rmtree('gone')"
+    (tmp_path / "train.py").write_text(code)
+    (tmp_path / "gone").mkdir()
+    done = gemmtune(
+        *("capture", "-o", "gone/s.csv", "--", "train.py"),
+        cwd=tmp_path,
+        code=2,
+        TMPDIR=str(tmp_path),
+    )
+    (kept,) = tmp_path.glob("gemmtune-*/s.csv")
+    assert table.read(kept, Shape).rows
+    assert (
+        f"cannot write gone/s.csv: No such file or directory: what was recorded is in {kept}"
+        in (done.stderr)
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -34,8 +35,9 @@ gemms = st.builds(
     text,
 )
 algos = st.builds(Algo, st.integers(-(2**63), 2**63 - 1), st.integers(-1, 2**31), text)
+ranks = st.sets(st.integers(0, 5000), min_size=1, max_size=4).map(table.format_ranks)
 shapes = st.builds(
-    Shape, gemms, st.sampled_from(PASSES), st.integers(0, 1), text, count, size, text, short
+    Shape, gemms, st.sampled_from(PASSES), st.integers(0, 1), text, count, size, ranks, short
 )
 candidates = st.builds(
     Candidate, gemms, algos, text, text, *(short,) * 4, st.integers(0, 10**6), text
@@ -296,3 +298,22 @@ def test_calls_are_added_up_by_gemm_and_ranks_are_named_by_range() -> None:
     assert list(table.by_gemm(rows)) == [GEMM, other]
     assert table.format_ranks([5, 0, 1, 2, 2]) == "0-2,5"
     assert table.format_ranks([]) == ""
+
+
+@pytest.mark.parametrize("ranks", ["x", "", "0-", "-1", "3-1", "0,,1", "0-2000000000"])
+def test_ranks_that_are_none_are_a_fault(ranks: str) -> None:
+    head = "m,n,k,trans_a,trans_b,type_a,type_b,type_d,lda,ldb,ldd,ranks\n"
+    row = f'4,4,4,N,N,float32,float32,float32,4,4,4,"{ranks}"\n'
+    with pytest.raises(TableError, match=":2: column ranks: .* is no list of ranks"):
+        table.parse(head + row, Shape)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("threads", "many"), ("threads", 0), ("machine", 5), ("backend", 7), ("command", [1])],
+)
+def test_a_provenance_that_no_stage_could_use_is_a_fault(key: str, value: object) -> None:
+    head = "m,n,k,trans_a,trans_b,type_a,type_b,type_d,lda,ldb,ldd\n"
+    text = head + "# gemmtune " + json.dumps({key: value}) + "\n"
+    with pytest.raises(TableError, match=f":2: {key} in the provenance cannot be"):
+        table.parse(text, Shape)

@@ -11,7 +11,7 @@ import click
 
 from gemmtune import __version__, table
 from gemmtune.capture import merge
-from gemmtune.errors import JobError
+from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
 from gemmtune.table import Shape
 
@@ -88,7 +88,13 @@ def capture(
         for line in captured.remarks:
             click.echo(f"gemmtune: {line}", err=True)
         sys.exit(code or 1)
-    table.write(output, captured.rows, Shape, provenance)
+    try:
+        table.write(output, captured.rows, Shape, provenance)
+    except UsageError as e:  # a disk that filled up meanwhile; the job may have taken hours
+        output = Path(tempfile.mkdtemp(prefix="gemmtune-")) / output.name
+        table.write(output, captured.rows, Shape, provenance)
+        click.echo(f"gemmtune: {e}: what was recorded is in {output}", err=True)
+        code = code or e.exit_code
     if dims:
         from gemmtune.capture.dims import render
 
