@@ -304,7 +304,7 @@ def test_calls_are_added_up_by_gemm_and_ranks_are_named_by_range() -> None:
 def test_ranks_that_are_none_are_a_fault(ranks: str) -> None:
     head = "m,n,k,trans_a,trans_b,type_a,type_b,type_d,lda,ldb,ldd,ranks\n"
     row = f'4,4,4,N,N,float32,float32,float32,4,4,4,"{ranks}"\n'
-    with pytest.raises(TableError, match=":2: column ranks: .* is no list of ranks"):
+    with pytest.raises(TableError, match=r":2: column ranks: .* is no list of ranks"):
         table.parse(head + row, Shape)
 
 
