@@ -115,8 +115,9 @@ def sweep(
     plan = run.make_plan(read.rows, chosen, options)
     count = run.thread_count(read.provenance, options)
     say(
-        f"{len(plan.tasks)} GEMMs on {chosen.name}, {count} thread{'s' * (count > 1)}: about "
-        f"{duration(plan.seconds)} (less what {path} already holds)"
+        f"{len(plan.tasks)} GEMM{'s' * (len(plan.tasks) != 1)} on {chosen.name}, "
+        f"{count} thread{'s' * (count != 1)}: about {duration(plan.seconds)} "
+        f"(less what {path} already holds)"
     )
     for gemm, reason in plan.unsupported.items():
         say(f"left out: {gemm}: {reason}")
