@@ -129,6 +129,11 @@ def _own(cls: type[Any]) -> tuple[str, ...]:
     return tuple(_RENAMED.get(f, f) for f in cls._fields if f not in ("gemm", "algo"))
 
 
+MADE_BY: dict[type[Any], str] = {
+    Shape: "gemmtune capture writes one (shapes.csv)",
+    Candidate: "gemmtune sweep writes one (candidates.csv)",
+    Tuned: "gemmtune sweep writes one (tuned.csv)",
+}
 COLUMNS: dict[type[Any], tuple[str, ...]] = {
     Shape: (*KEY, *_own(Shape)),
     Candidate: (*KEY, *Algo._fields, *_own(Candidate)),
@@ -367,6 +372,12 @@ def _header_fault(header: list[str], cls: type[Any]) -> str:
     known = COLUMNS[cls]
     kind = f"a {cls.__name__.lower()} table"
     if unknown := [c for c in header if c not in known]:
+        for other, columns in COLUMNS.items():
+            if set(columns) & set(_REQUIRED) <= set(header) <= set(columns):
+                what = other.__name__.lower()
+                return f"this is a {what} table, and {kind} is wanted: {MADE_BY[cls]}"
+        if not set(header) & set(known):
+            return f"this is not {kind}: {MADE_BY[cls]}"
         return f"unknown column {unknown[0]!r} for {kind}"
     if missing := [c for c in known if c in _REQUIRED and c not in header]:
         return f"column {missing[0]!r} is missing for {kind}"

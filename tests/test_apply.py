@@ -293,7 +293,8 @@ def test_the_first_row_whose_workspace_fits_is_the_gemms() -> None:
         ),
         (
             [Use(0, {}, 9, 10)],
-            "0 of 3 rows fit this job: it ran 9 different GEMMs, none of the table's",
+            "0 of 3 rows fit this job: it ran 9 different GEMMs, none of the table's: capture and"
+            " sweep it",
         ),
         ([], "0 of 3 rows fit this job: none of its Python processes ran a GEMM of torch here"),
         ([Use(0, incompatible=["processor: A, B here"])], "0 of 3 rows used: processor: A, B here"),

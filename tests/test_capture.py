@@ -214,7 +214,7 @@ def test_a_job_too_short_for_its_warmup_is_told_so(gemmtune, tmp_path) -> None: 
     (tmp_path / "train.py").write_text(MLP + "step()")
     options = ("--warmup", "3", "-o", tmp_path / "s.csv")
     done = gemmtune("capture", *options, "--", "train.py", cwd=tmp_path, code=1)
-    assert "ended after 1 optimizer steps, and 3 of them are warm-up" in done.stderr
+    assert "the job ended after 1 optimizer step, and 3 are warm-up" in done.stderr
     assert (tmp_path / "s.csv").read_text() == "what an earlier capture wrote"
 
 

@@ -57,8 +57,8 @@ def example(name: str) -> list[str]:
     assert "Example:" in result.output
     context = click.Context(main, info_name="gemmtune")
     command = main.get_command(context, name)
-    (line,) = re.findall(r"Example:\s+gemmtune (.*)", command.epilog)
-    return shlex.split(line, comments=True)
+    (line,) = re.findall(r"Example:.*?\bgemmtune ([^#)]*)", command.epilog)  # also in eval "$(…)"
+    return shlex.split(line)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -73,6 +73,13 @@ def test_the_example_in_a_commands_help_is_accepted(name, tmp_path, monkeypatch)
     command = main.get_command(context, name)
     parsed = command.make_context(name, words[1:], parent=context)
     assert [p.name for p in command.params if p.required and not parsed.params[p.name]] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_example_is_shown_on_one_line_of_80_columns_to_be_pasted(name):
+    shown = CliRunner().invoke(main, [name, "--help"], terminal_width=80).output
+    command = main.get_command(click.Context(main, info_name="gemmtune"), name)
+    assert shown.rstrip().splitlines()[-1].strip() == command.epilog
 
 
 def test_an_unknown_option_is_refused_by_every_command():

@@ -209,3 +209,4 @@ def test_text_gives_a_next_step_for_each_backend_that_does_not_work(monkeypatch,
     assert "cpu         works" in backends
     assert backends.count("  no  ") == backends.count("next: ") > 0
     assert "Backend for this machine: cpu" in backends
+    assert backends.endswith("\nNext, for a training job: gemmtune capture -- python train.py\n")

@@ -27,7 +27,7 @@ def swept(gemmtune: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = gemmtune("sweep", "shapes.csv", "-o", "tuned.csv", *options, cwd=folder)
     won = table.read(folder / "tuned.csv", Tuned).rows
     said = "gemmtune replay tuned.csv -- torchrun" if won else "nothing to tune here"
-    assert said in done.stdout
+    assert said in done.stdout + done.stderr
     return folder
 
 
@@ -80,7 +80,7 @@ def test_replay_proves_that_the_rows_ran_on_both_ranks(gemmtune: Run, swept: Pat
 
 @pytest.mark.slow
 def test_run_uses_the_rows_and_keeps_the_losses(gemmtune: Run, swept: Path) -> None:
-    tuned = pinned(swept, "openblas")  # rounds otherwise than the default
+    tuned = pinned(swept, "split-k2")  # two sums where the default takes one: rounds otherwise
     defaults = pinned(swept, "aten")
     job = [*torchrun(), *HF, "--steps", "20", "--lr", "0.01"]
     plain = gemmtune("capture", "-o", "again.csv", "--", *job, cwd=swept).stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gemmtune.errors import JobError
+from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
 
 ROOT = Path(launch.__file__).parents[2]
@@ -361,8 +361,22 @@ def test_executable_script_without_a_path_gets_this_python(job):
     ],
 )
 def test_a_job_that_cannot_be_started_says_why(argv, message, tmp_path):
-    with pytest.raises(JobError, match=message):
+    with pytest.raises(UsageError, match=message):
         launch.run(argv, "a:b", {}, tmp_path)
+
+
+def test_a_program_of_another_environment_is_named_with_the_one_beside_this_python(
+    tmp_path, monkeypatch
+):
+    beside = Path(sys.executable).with_name("python")
+    monkeypatch.setenv("PATH", str(beside.parent))
+    assert launch.elsewhere(["python", "train.py"]) is None
+    (tmp_path / "python").symlink_to(beside)  # as a venv's: another folder, the same file
+    monkeypatch.setenv("PATH", f"{tmp_path}:{beside.parent}")
+    why = launch.elsewhere(["python", "train.py"])
+    assert why is not None
+    assert str(tmp_path / "python") in why and str(beside) in why
+    assert launch.elsewhere(["train.py"]) is None  # gets this Python
 
 
 def test_a_file_that_is_no_program_says_why(job, tmp_path):

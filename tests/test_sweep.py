@@ -25,6 +25,7 @@ from gemmtune.backends import base, cpu
 from gemmtune.cli import main
 from gemmtune.errors import BackendError, Incompatible
 from gemmtune.gemm import Algo, Gemm
+from gemmtune.replay.plan import Plan
 from gemmtune.stats import Interval
 from gemmtune.sweep import operands, run, search, verify
 from gemmtune.sweep.measure import Task, measure
@@ -431,9 +432,10 @@ def test_the_command_says_what_was_gained_and_what_to_do_next(command):
     made = {"command": ["torchrun", "train.py", "--name", "a b"]}
     result = command(scripted.gemm(32), scripted.gemm(99), made=made)
     assert result.exit_code == 0, result.output
-    assert "1 GEMMs on scripted, 1 threads: about" in result.stderr
+    assert "1 GEMM on scripted, 1 thread: about" in result.stderr
     assert "left out: 99x24x16" in result.stderr and "[1/1] 32x24x16" in result.stderr
     assert "gemmtune replay tuned.csv -- torchrun train.py --name 'a b'" in result.stderr
+    assert f"The job has to run {Plan().steps} steps for it" in result.stderr
     assert "fast" in result.stdout and "% less) with 1 of 1 GEMMs tuned" in result.stdout
     assert Path("tuned.csv").exists() and Path("candidates.csv").exists()
 

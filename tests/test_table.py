@@ -55,6 +55,7 @@ provenances = st.dictionaries(st.text("abc", min_size=1), json_values, max_size=
 GEMM = Gemm(
     *(6144, 8192, 4096, "T", "N", "bfloat16", "bfloat16", "bfloat16", "-", 4096, 4096, 6144)
 )
+HEADERS = {kind: ",".join(columns) for kind, columns in table.COLUMNS.items()}
 TUNED = Tuned(904, GEMM, 0, 2**25, Algo(60217, 11, "60217"), 613.5, 640.25)
 
 
@@ -157,6 +158,8 @@ def test_a_bad_cell_is_told_by_file_line_column_and_value(
         ("# gemmtune {}\n", "empty"),
         ("m,n\n", "column 'k' is missing"),
         ("m,n,k,speed\n", "unknown column 'speed'"),
+        ("TUNED\n", "this is a tuned table, and a shape table is wanted: gemmtune capture writes"),
+        ("import torch\n", "this is not a shape table: gemmtune capture writes one (shapes.csv)"),
         ("HEADER,m\n", "stands twice"),
         ("HEADER\n1,2\n", ":2: 2 cells where the header has"),
         ('HEADER\n"1,2\n', ":2: not a CSV row"),
@@ -167,7 +170,7 @@ def test_a_bad_cell_is_told_by_file_line_column_and_value(
 )
 def test_a_bad_line_is_told(content: str, reason: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
-    path.write_text(content.replace("HEADER", ",".join(table.COLUMNS[Shape])))
+    path.write_text(content.replace("HEADER", HEADERS[Shape]).replace("TUNED", HEADERS[Tuned]))
     with pytest.raises(TableError) as e:
         table.read(path, Shape)
     assert reason in str(e.value)

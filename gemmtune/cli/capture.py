@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
 from gemmtune.table import Shape
 
+OPTIMIZER = "Class name of the optimizer whose steps count, where a job has several: AdamW."
 JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…")
 
 
@@ -44,7 +46,7 @@ JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…
 )
 @click.option("--stop", is_flag=True, help="End the job when the steps are recorded.")
 @click.option("--dims", is_flag=True, help="Print each layer's input, weight and output sizes.")
-@click.option("--optimizer", metavar="CLASS", help="The optimizer whose steps count.")
+@click.option("--optimizer", metavar="CLASS", help=OPTIMIZER)
 def capture(
     job: tuple[str, ...],
     output: Path,
@@ -69,6 +71,7 @@ def capture(
             records = launch.read_ranks(out)
         except JobError as e:
             click.echo(f"gemmtune: {e}", err=True)
+            note_elsewhere(job)
             sys.exit(code or e.exit_code)
     captured = merge.merge(records)
     first = records[0]
@@ -104,13 +107,23 @@ def capture(
     sys.exit(code)
 
 
+def note_elsewhere(job: tuple[str, ...]) -> None:
+    """Of a job that showed nothing: say where its Python is another than gemmtune's."""
+    if why := launch.elsewhere(job):
+        click.echo(f"gemmtune: {why}", err=True)
+
+
 def _nothing(record: dict[str, object], warmup: int) -> str:
     if record["waited"] and not record["step_s"]:
         return (
-            f"the job ended after {record['waited']} optimizer steps, and {warmup} of them are"
-            " warm-up: let it run longer or lower --warmup"
+            f"the job ended after {_count(record['waited'], 'optimizer step')}, and {warmup}"
+            f" {'is' if warmup == 1 else 'are'} warm-up: let it run longer or lower --warmup"
         )
     return "no GEMM ran between the optimizer steps"
+
+
+def _count(number: object, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 def _flops(count: float) -> str:
@@ -128,16 +141,16 @@ def _summary(captured: merge.Captured, output: Path) -> list[str]:
     calls = table.by_gemm(captured.rows)
     lines = [
         f"gemmtune: {output}: {len(calls)} distinct GEMMs, {sum(calls.values()):g} calls a step"
-        f" on each of {captured.ranks} rank{'s' * (captured.ranks > 1)}, {_flops(total)}: "
+        f" on each of {_count(captured.ranks, 'rank')}, {_flops(total)}: "
         + ", ".join(f"{name} {part / total:.0%}" for name, part in flops.items())
     ]
     if captured.gemm_us and captured.step_us:
         share = captured.gemm_us / captured.step_us
         lines.append(
             f"gemmtune: GEMMs took {share:.0%} of the recorded step ({captured.gemm_us / 1e3:.4g}"
-            f" of {captured.step_us / 1e3:.4g} ms): GEMMs faster by 10 % would make the step"
+            f" of {captured.step_us / 1e3:.4g} ms): GEMMs faster by 10% would make the step"
             f" {share / 11:.1%} shorter"
         )
     lines += [f"gemmtune: {remark}" for remark in captured.remarks]
-    lines.append(f"gemmtune: next: gemmtune sweep {output}")
+    lines.append(f"gemmtune: next: gemmtune sweep {shlex.quote(str(output))}")
     return lines

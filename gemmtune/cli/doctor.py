@@ -42,4 +42,6 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
                 click.echo(f"  {'':<20}next: {status.next}")
         default = report.default or "none: a sweep has to be told which, as in --backend cpu"
         click.echo(f"\nBackend for this machine: {default}")
+        if report.default:
+            click.echo("Next, for a training job: gemmtune capture -- python train.py")
     ctx.exit(0 if any(status.works for status in report.backends) else 1)

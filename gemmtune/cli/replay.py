@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from gemmtune import table
-from gemmtune.cli.capture import JOB
+from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
 from gemmtune.cli.run import BACKEND, TUNED, read_job_table
 from gemmtune.errors import Incompatible, UsageError
 from gemmtune.replay.plan import Plan
@@ -21,7 +21,9 @@ DEFAULTS = Plan()
 @click.command(epilog="Example:  gemmtune replay tuned.csv -- python train.py")
 @TUNED
 @JOB
-@click.option("--pairs", default=DEFAULTS.pairs, show_default=True, help="Pairs of blocks.")
+@click.option(
+    "--pairs", default=DEFAULTS.pairs, show_default=True, help="Pairs of blocks to compare."
+)
 @click.option(
     "--aa-pairs",
     default=DEFAULTS.aa_pairs,
@@ -32,11 +34,13 @@ DEFAULTS = Plan()
 @click.option(
     "--warmup", default=DEFAULTS.warmup, show_default=True, help="Steps before the first block."
 )
-@click.option("--seed", default=DEFAULTS.seed, show_default=True, help="Of the random order.")
+@click.option("--seed", default=DEFAULTS.seed, show_default=True, help="Seed of the random order.")
 @click.option("--no-stop", is_flag=True, help="Let the job run on when the last block is done.")
-@click.option("--optimizer", metavar="CLASS", help="The optimizer whose steps count.")
+@click.option("--optimizer", metavar="CLASS", help=OPTIMIZER)
 @BACKEND
-@click.option("-o", "--json", "output", type=click.Path(path_type=Path), help="JSON of all of it.")
+@click.option(
+    "-o", "--json", "output", type=click.Path(path_type=Path), help="Write all of it as JSON."
+)
 @click.pass_context
 def replay(
     ctx: click.Context,
@@ -103,6 +107,8 @@ def replay(
     found = verdict.judge(result)
     for line in verdict.lines(result, found):
         click.echo(line)
+    if made.rows and not ranks:
+        note_elsewhere(job)
     if output is not None:
         values = {
             "verdict": found._asdict(),

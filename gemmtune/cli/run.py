@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from gemmtune.cli.capture import JOB
+from gemmtune.cli.capture import JOB, note_elsewhere
 from gemmtune.errors import JobError, UsageError
 from gemmtune.table import Table, Tuned, parse, read_text
 
@@ -62,7 +62,7 @@ def _options(path: Path, backend: str | None, strict: bool, quiet: bool) -> dict
 STRICT = click.option(
     "--strict", is_flag=True, help="End the job with 3 where the table was made elsewhere."
 )
-BACKEND = click.option("--backend", help="Backend of the table; the table's or machine's if left.")
+BACKEND = click.option("--backend", help="What applies the table: cpu.  [default: the table's]")
 TUNED = click.argument("tuned", required=False, type=click.Path(path_type=Path))
 
 
@@ -109,6 +109,8 @@ def run(
     uses = [Use(**{k: v for k, v in r.items() if k in Use._fields}) for r in records]
     if uses or not (strict and code):
         click.echo(f"gemmtune: {summary(uses, len(rows.rows))}", err=True)
+    if rows.rows and not uses:
+        note_elsewhere(job)
     for line in sorted({line for use in uses for line in use.differences}):
         click.echo(f"gemmtune: note: {line}", err=True)
     ctx.exit(code)
@@ -122,7 +124,7 @@ def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
     """Print the exports that apply the table TUNED to every job of a shell.
 
     Where a job is started by something that `gemmtune run` cannot wrap. Rank 0 says at its end
-    which rows were launched.
+    which rows were launched. `unset GEMMTUNE_JOB` takes the table off again.
     """
     from gemmtune.job import launch
 

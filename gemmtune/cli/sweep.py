@@ -36,7 +36,9 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
     help="Everything that was measured; an interrupted sweep goes on from it.  "
     "[default: candidates.csv beside the tuned table]",
 )
-@click.option("--backend", default="auto", show_default=True, help="auto (this machine's), cpu.")
+@click.option(
+    "--backend", default="auto", show_default=True, help="auto: what fits this machine; or cpu."
+)
 @click.option(
     "--min-gain",
     callback=percent,
@@ -56,7 +58,13 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option(
     "--threads", type=click.IntRange(1), help="CPU threads.  [default: as captured in the job]"
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of operands and orders.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    help="Seed of the operands and of the random orders.",
+)
 @click.option(
     "--numerics",
     type=click.Choice(["type", "any"]),
@@ -107,8 +115,9 @@ def sweep(
     plan = run.make_plan(read.rows, chosen, options)
     count = run.thread_count(read.provenance, options)
     say(
-        f"{len(plan.tasks)} GEMMs on {chosen.name}, {count} threads: about "
-        f"{duration(plan.seconds)} (less what {path} already holds)"
+        f"{len(plan.tasks)} GEMM{'s' * (len(plan.tasks) != 1)} on {chosen.name}, "
+        f"{count} thread{'s' * (count != 1)}: about {duration(plan.seconds)} "
+        f"(less what {path} already holds)"
     )
     for gemm, reason in plan.unsupported.items():
         say(f"left out: {gemm}: {reason}")
@@ -237,10 +246,16 @@ def remarks(summary: Summary) -> Iterator[str]:
         yield f"{len(summary.unsupported)} GEMMs were left out: this backend cannot run them."
     yield f"Wrote {summary.tuned} and {summary.candidates}."
     if any(line.gain for line in summary.lines):
+        from gemmtune.replay.plan import Plan
+
         command = summary.provenance.get("command") or "python train.py"
         words = command if isinstance(command, str) else shlex.join(command)
         yield "Next, see whether the job's step is faster:"
         yield f"  gemmtune replay {shlex.quote(summary.tuned)} -- {words}"
+        yield (
+            f"The job has to run {Plan().steps} steps for it, or fewer with --pairs, --aa-pairs and"
+            " --block: the replay ends it then."
+        )
 
 
 def as_dict(summary: Summary) -> dict[str, Any]:

@@ -44,7 +44,8 @@ _output = click.option(
     "--dialect",
     type=click.Choice(DIALECTS),
     help="What the TE in use speaks (line 1 of a file that it saved); `gemmtune` for a table that"
-    " is not meant for TE. Default: what the file says.",
+    " is not meant for TE. Default: that of line 1;"
+    " a table of gemmtune's is then an error, since TE ignores it.",
 )
 @_gpu
 @click.option("--json", "as_json", is_flag=True, help="Findings as a JSON list.")
@@ -112,10 +113,7 @@ def _put(output: str | None, text: str) -> None:
         write_text(output, text)
 
 
-@click.command(
-    epilog="Example:  gemmtune convert tuned.csv --to te-v1 -o te.csv"
-    "  # then TE_HIPBLASLT_ALGO_LOAD=te.csv"
-)
+@click.command(epilog="Example:  gemmtune convert tuned.csv --to te-v1 -o te.csv")
 @click.argument("file", metavar="FILE")
 @click.option("--to", type=click.Choice(DIALECTS), required=True, help="The dialect to write.")
 @click.option("--drop", is_flag=True, help="Leave out the rows that the dialect cannot express.")

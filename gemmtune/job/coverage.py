@@ -58,7 +58,10 @@ def summary(uses: Sequence[Use], rows: int) -> str:
         if tail:
             return f"0 of {table} used{tail}"
         if gemms:
-            return f"0 of {table} fit this job: it ran {gemms} different GEMMs, none of the table's"
+            return (
+                f"0 of {table} fit this job: it ran {gemms} different GEMMs, none of the table's:"
+                " capture and sweep it"
+            )
         return f"0 of {table} fit this job: none of its Python processes ran a GEMM of torch here"
     used = {index for use in users for index in use.rows}
     total = sum(sum(use.rows.values()) for use in users)

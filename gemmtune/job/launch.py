@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import gemmtune
-from gemmtune.errors import JobError
+from gemmtune.errors import JobError, UsageError
 
 FILES = "rank-*.json"
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
@@ -41,7 +41,7 @@ def environment(entry: str, options: Mapping[str, Any], out: str | Path) -> dict
 def command(argv: Sequence[str]) -> list[str]:
     """The job's words as started: a script gets this Python, torchrun the one beside it."""
     if not argv:
-        raise JobError("no command: write the job after --, as in: -- python train.py")
+        raise UsageError("no command: write the job after --, as in: -- python train.py")
     first, *rest = argv
     if shutil.which(first) is not None:
         return [first, *rest]
@@ -49,8 +49,25 @@ def command(argv: Sequence[str]) -> list[str]:
         return [sys.executable, first, *rest]
     beside = shutil.which(first, path=str(Path(sys.executable).parent))
     if beside is None:
-        raise JobError(f"cannot start the job: {first!r} is not found; is it on PATH?")
+        raise UsageError(f"cannot start the job: {first!r} is not found; is it on PATH?")
     return [beside, *rest]
+
+
+def elsewhere(argv: Sequence[str]) -> str | None:
+    """Why a job that showed nothing may have run in another Python environment than gemmtune's.
+
+    None where its first word is not one of the programs beside this Python, or is that one.
+    """
+    first = argv[0]
+    found = shutil.which(first)
+    beside = shutil.which(Path(first).name, path=str(Path(sys.executable).parent))
+    # By folder: the python of a venv is a link to the very file that its base has.
+    if found is None or beside is None or Path(found).parent.samefile(Path(beside).parent):
+        return None
+    return (
+        f"the job was started with {found}, which is not of gemmtune's Python environment: if it"
+        f" was meant to be, activate that environment, or write {beside}"
+    )
 
 
 def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | Path) -> int:
@@ -58,8 +75,8 @@ def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | 
 
     Makes the folder `out`, and takes away what an earlier job left there. Returns the job's exit
     code, 128 + the signal's number where one ended it. Ctrl-C reaches the job from the terminal,
-    SIGTERM is passed on to it, and this process waits for it. Raises JobError where it cannot be
-    started.
+    SIGTERM is passed on to it, and this process waits for it. Raises UsageError where there is no
+    such program, JobError where it cannot be started.
     """
     words = command(argv)
     env = {**os.environ, **environment(entry, options, out)}

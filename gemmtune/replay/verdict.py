@@ -37,9 +37,11 @@ def judge(result: Result) -> Verdict:
     if result.pairs < 2:
         return Verdict("unknown", _too_short(result))
     if not any(row.ranks for row in result.rows):
+        rows, met = _rows(len(result.rows)), any(row.met for row in result.rows)
+        mend = "" if met else "; capture and sweep this job itself"
         return Verdict(
             "unknown",
-            f"nothing was compared: none of the table's {_rows(len(result.rows))} was launched",
+            f"nothing was compared: none of the table's {rows} was launched{mend}",
         )
     effect = result.effect
     if _differs(effect) and not _within_noise(result):
@@ -84,8 +86,8 @@ def lines(result: Result, verdict: Verdict) -> Iterator[str]:
     plan = result.plan
     if result.pairs:
         yield (
-            f"{result.pairs} pairs of blocks of {plan.block} steps ({plan.drop} of each not "
-            f"counted), rank {format_ranks(result.ranks)}: default "
+            f"{_rows(result.pairs, 'pair')} of blocks of {plan.block} steps ({plan.drop} of each "
+            f"not counted), rank {format_ranks(result.ranks)}: default "
             f"{result.default_us / 1000:.2f} ms a step, tuned {result.tuned_us / 1000:.2f} ms"
         )
     if result.aa_pairs > 1:
