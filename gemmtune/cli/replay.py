@@ -97,7 +97,7 @@ def replay(
             ranks = arms.read_steps(out)
     rows = [
         (line, row.gemm, row.algo.config)
-        for line, row in zip(_row_lines(text), made.rows, strict=True)
+        for (line, _), row in zip(table.scan(text, table.Tuned), made.rows, strict=True)
     ]
     result = analyse.analyse(plan, ranks, rows)
     found = verdict.judge(result)
@@ -119,9 +119,3 @@ def replay(
         if no_stop or result.pairs < plan.pairs:
             ctx.exit(2)
     ctx.exit(verdict.EXIT[found.kind])
-
-
-def _row_lines(text: str) -> list[int]:
-    """Line numbers, from 1, of the rows of a table: the header is the first line that counts."""
-    lines = enumerate(text.removeprefix("\ufeff").split("\n"), 1)
-    return [i for i, line in lines if line.strip() and not line.startswith("#")][1:]
