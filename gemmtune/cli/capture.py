@@ -84,7 +84,7 @@ def capture(
         "step_us": captured.step_us,
     }
     if not captured.rows:
-        click.echo(f"gemmtune: nothing recorded: {_nothing(records[0], warmup)}", err=True)
+        click.echo(f"gemmtune: nothing recorded: {_nothing(first, warmup)}", err=True)
         sys.exit(code or 1)
     table.write(output, captured.rows, Shape, provenance)
     if dims:
