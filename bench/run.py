@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def main(wanted: list[str]) -> int:
-    here = machine.fingerprint(base.get(machine.detect()))
+    here = machine.fingerprint(base.get(base.detect()))
     arch = re.sub(r"\W+", "-", re.sub(r"\(\w+\)", "", here["arch"])).strip("-").lower()
     results = ROOT / "results"
     results.mkdir(exist_ok=True)
