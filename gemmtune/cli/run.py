@@ -114,15 +114,15 @@ def run(
     ctx.exit(code)
 
 
-@click.command(epilog='Example:  eval "$(gemmtune env tuned.csv)"')
+@click.command(epilog="Example:  gemmtune env tuned.csv")
 @TUNED
 @STRICT
 @BACKEND
 def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
     """Print the exports that apply the table TUNED to every job of a shell.
 
-    Where a job is started by something that `gemmtune run` cannot wrap. Rank 0 says at its end
-    which rows were launched.
+    Where a job is started by something that `gemmtune run` cannot wrap. To set them:
+    eval "$(gemmtune env tuned.csv)". Rank 0 says at its end which rows were launched.
     """
     from gemmtune.job import launch
 
