@@ -33,6 +33,7 @@ from gemmtune.gemm import (
 )
 
 PROVENANCE = "# gemmtune "
+WS_MAX = 2**63 - 1  # ws_max where an algorithm may have any workspace
 
 
 class Shape(NamedTuple):
@@ -75,6 +76,10 @@ class Tuned(NamedTuple):
     default_us: float = 0.0
     ratio_low: float = 0.0
     ratio_high: float = 0.0
+
+    def overlaps(self, other: Tuned) -> bool:
+        """Whether some workspace fits both rows."""
+        return self.ws_min <= other.ws_max and self.ws_max >= other.ws_min
 
 
 Row = TypeVar("Row", Shape, Candidate, Tuned)
@@ -132,7 +137,7 @@ class Table(NamedTuple, Generic[Row]):
 
 
 def _defaults(cls: type[Any]) -> dict[str, Any]:
-    values = {"aidx": 0, "bias_type": "-", "ws_min": 0, "ws_max": 2**63 - 1}
+    values = {"aidx": 0, "bias_type": "-", "ws_min": 0, "ws_max": WS_MAX}
     for part in (Gemm, cls):
         values |= {_RENAMED.get(k, k): v for k, v in part._field_defaults.items()}
     return values
