@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     recompute: int = 0
     site: str = ""
     calls: float = 1.0
-    step: int = 0  # first optimizer step in which it was seen, counted from 0
+    step: int = 0  # first of the recorded steps in which it was seen, counted from 0
     ranks: str = "0"  # ranks that ran it: "0-7", "0,2"
     time_us: float = 0.0  # mean time of a call in the job; 0 where it was not measured
 
