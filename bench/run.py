@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gemmtune import __version__, machine, table
+from gemmtune import __version__, machine, textfile
 from gemmtune.backends import base
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ def main(wanted: list[str]) -> int:
             failed = 1
             continue
         head = f"# gemmtune {__version__} bench {name}\n# {json.dumps(here)}\n"
-        table.write_text(results / f"{name}-{arch}.txt", head + done.stdout)
+        textfile.write_text(results / f"{name}-{arch}.txt", head + done.stdout)
     return failed
 
 

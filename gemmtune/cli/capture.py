@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from gemmtune import __version__, table
+from gemmtune import __version__, table, textfile
 from gemmtune.capture import merge
 from gemmtune.errors import JobError
 from gemmtune.job import launch
@@ -62,7 +62,7 @@ def capture(
     the job.
     """
     options = {"steps": steps, "warmup": warmup, "stop": stop, "dims": dims, "optimizer": optimizer}
-    table.check_writable(output)  # better now than after the job
+    textfile.check_writable(output)  # better now than after the job
     with tempfile.TemporaryDirectory(prefix="gemmtune-") as out:
         code = launch.run(job, "gemmtune.capture.session:start", options, out)
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from gemmtune import table
+from gemmtune import table, textfile
 from gemmtune.cli.capture import JOB
 from gemmtune.cli.run import BACKEND, TUNED, read_job_table
 from gemmtune.errors import Incompatible, UsageError
@@ -72,7 +72,7 @@ def replay(
             f"replay takes tables of gemmtune"
         )
     if output is not None:
-        table.check_writable(output)  # better now than after the job
+        textfile.check_writable(output)  # better now than after the job
 
     from gemmtune import machine
     from gemmtune.backends import base
@@ -112,7 +112,7 @@ def replay(
             "machine": machine.fingerprint(base.get(backend)),
             **analyse.as_json(result),
         }
-        table.write_text(output, json.dumps(values, indent=1) + "\n")
+        textfile.write_text(output, json.dumps(values, indent=1) + "\n")
     if code:
         click.echo(f"gemmtune: the job ended with exit code {code}", err=True)
         # Once all is measured the job is ended from here, and how it goes is not its own doing.

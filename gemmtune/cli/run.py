@@ -16,7 +16,8 @@ import click
 
 from gemmtune.cli.capture import JOB
 from gemmtune.errors import JobError, UsageError
-from gemmtune.table import Table, Tuned, parse, read_text
+from gemmtune.table import Table, Tuned, parse
+from gemmtune.textfile import read_text
 
 ENTRY = "gemmtune.job.apply:start"
 ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
