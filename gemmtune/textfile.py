@@ -35,8 +35,10 @@ def decode(data: bytes, name: str) -> str:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise UsageError if `write_text` to this path would fail: before the work that leads there."""
-    folder = Path(path).absolute().parent
+    """Raise UsageError if `write_text` to this path would fail: ahead of the work for it."""
+    if _is_special(path) and not os.path.isdir(path) and os.access(path, os.W_OK):
+        return
+    folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {folder}")
     if Path(path).is_dir() or not os.access(folder, os.W_OK):
@@ -54,12 +56,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except UnicodeEncodeError as e:
         raise TableError(f"cannot write {path}: {e.object[e.start]!r} is not text") from None
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
+        if _is_special(path):
             Path(path).write_bytes(data)
         else:
             _replace(Path(os.path.realpath(path)), data)
     except OSError as e:
         raise UsageError(f"cannot write {path}: {e.strerror}") from None
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    """Whether it is no plain file: a device, a pipe (a folder too, which no write gets into)."""
+    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def _replace(target: Path, data: bytes) -> None:

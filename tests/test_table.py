@@ -274,6 +274,20 @@ def test_a_read_only_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(tmp_path) == ["t.csv"]
 
 
+def test_what_can_be_written_is_told_as_the_write_will_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (tmp_path / "link.csv").symlink_to(closed / "t.csv")
+    monkeypatch.setattr(os, "access", lambda path, _: str(path) not in ("/dev", str(closed)))
+    textfile.check_writable("/dev/null")  # a device lies in a folder that is not the user's
+    textfile.check_writable(tmp_path / "t.csv")
+    for path in (tmp_path / "link.csv", closed / "t.csv", closed):
+        with pytest.raises(UsageError, match="may write to"):
+            textfile.check_writable(path)
+
+
 def test_a_write_follows_a_link_and_respects_the_umask(tmp_path: Path) -> None:
     (tmp_path / "real.csv").write_text("old")
     (tmp_path / "link.csv").symlink_to("real.csv")
