@@ -10,14 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gemmtune import __version__, machine, table
+from gemmtune import __version__, machine, textfile
 from gemmtune.backends import base
 
 ROOT = Path(__file__).parent.parent
 
 
 def main(wanted: list[str]) -> int:
-    here = machine.fingerprint(base.get(machine.detect()))
+    here = machine.fingerprint(base.get(base.detect()))
     arch = re.sub(r"\W+", "-", re.sub(r"\(\w+\)", "", here["arch"])).strip("-").lower()
     results = ROOT / "results"
     results.mkdir(exist_ok=True)
@@ -36,7 +36,7 @@ def main(wanted: list[str]) -> int:
             failed = 1
             continue
         head = f"# gemmtune {__version__} bench {name}\n# {json.dumps(here)}\n"
-        table.write_text(results / f"{name}-{arch}.txt", head + done.stdout)
+        textfile.write_text(results / f"{name}-{arch}.txt", head + done.stdout)
     return failed
 
 

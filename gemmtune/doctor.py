@@ -71,10 +71,10 @@ def examine(root: str | os.PathLike[str] = "/") -> Report:
         _package("transformers", "to run the tests and Hugging Face models"),
         _compiler(),
     ]
-    names = [*base.BACKENDS, *(n for known in machine.PREFERRED.values() for n in known)]
+    names = [*base.BACKENDS, *(n for known in base.PREFERRED.values() for n in known)]
     statuses = [status(name, found) for name in dict.fromkeys(names)]
     try:
-        default = machine.detect(found)
+        default = base.detect(found)
     except UsageError:
         default = None
     return Report(facts, statuses, default)
@@ -82,7 +82,7 @@ def examine(root: str | os.PathLike[str] = "/") -> Report:
 
 def status(name: str, found: Sequence[machine.Gpu]) -> Status:
     """Try one backend, `found` being the GPUs here."""
-    vendor = next((v for v, names in machine.PREFERRED.items() if name in names), None)
+    vendor = next((v for v, names in base.PREFERRED.items() if name in names), None)
     if vendor and vendor not in {gpu.vendor for gpu in found}:
         step = f"on a machine with an {vendor} GPU: gemmtune doctor"
         return Status(name, False, f"no {vendor} GPU seen here", step)

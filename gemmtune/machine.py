@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gemmtune.backends.base import BACKENDS, Backend
-from gemmtune.errors import UsageError
-
-# Backends of a vendor's GPUs, the preferred one first.
-PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}
+if TYPE_CHECKING:
+    from gemmtune.backends.base import Backend
 
 # A desktop processor's own GPU, whose carve-out of memory is below this, is no place to train.
 INTEGRATED_BYTES = 4 << 30
@@ -74,24 +71,6 @@ def gpus(root: str | os.PathLike[str] = "/") -> list[Gpu]:
     return list(_torch_gpus()) if any((top / d).exists() for d in devices) else []
 
 
-def detect(found: Sequence[Gpu] | None = None) -> str:
-    """Name of the backend for this machine: its GPU's, or cpu where there is no GPU.
-
-    Raises UsageError on a machine whose GPU has no backend here: its CPU is not tuned unasked.
-    """
-    found = gpus() if found is None else found
-    if not found:
-        return "cpu"
-    gpu = found[0]
-    for name in PREFERRED[gpu.vendor]:
-        if name in BACKENDS:
-            return name
-    raise UsageError(
-        f"this machine has a GPU ({gpu.name}), and this version of gemmtune has no backend for "
-        f"{gpu.vendor} GPUs yet: add --backend cpu to tune its CPU instead"
-    )
-
-
 def fingerprint(backend: Backend) -> dict[str, Any]:
     """What a table must say of the machine it was made on: JSON values, without a host name.
 
@@ -112,10 +91,14 @@ def fingerprint(backend: Backend) -> dict[str, Any]:
     }
     if found:
         gpu = found[0]
-        known |= {"arch": gpu.arch, "driver": gpu.driver, "gpus": len(found)}
-        known |= {"power_cap_w": gpu.power_cap_w}
-        known |= {"max_sm_clock_mhz": gpu.max_sm_clock_mhz}
-        known |= {"max_mem_clock_mhz": gpu.max_mem_clock_mhz}
+        known |= {
+            "arch": gpu.arch,
+            "driver": gpu.driver,
+            "gpus": len(found),
+            "power_cap_w": gpu.power_cap_w,
+            "max_sm_clock_mhz": gpu.max_sm_clock_mhz,
+            "max_mem_clock_mhz": gpu.max_mem_clock_mhz,
+        }
     return {name: value for name, value in known.items() if value or name == "dev_cap"}
 
 

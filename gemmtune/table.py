@@ -15,11 +15,10 @@ import io
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from gemmtune import textfile
 from gemmtune.errors import TableError, UsageError
 from gemmtune.gemm import (
     COMPUTE_TYPES,
@@ -33,6 +32,7 @@ from gemmtune.gemm import (
 )
 
 PROVENANCE = "# gemmtune "
+WS_MAX = 2**63 - 1  # ws_max where an algorithm may have any workspace
 
 
 class Shape(NamedTuple):
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     recompute: int = 0
     site: str = ""
     calls: float = 1.0
-    step: int = 0  # first optimizer step in which it was seen, counted from 0
+    step: int = 0  # first of the recorded steps in which it was seen, counted from 0
     ranks: str = "0"  # ranks that ran it: "0-7", "0,2"
     time_us: float = 0.0  # mean time of a call in the job; 0 where it was not measured
 
@@ -75,6 +75,10 @@ class Tuned(NamedTuple):
     default_us: float = 0.0
     ratio_low: float = 0.0
     ratio_high: float = 0.0
+
+    def overlaps(self, other: Tuned) -> bool:
+        """Whether some workspace fits both rows."""
+        return self.ws_min <= other.ws_max and self.ws_max >= other.ws_min
 
 
 Row = TypeVar("Row", Shape, Candidate, Tuned)
@@ -157,7 +161,7 @@ class Table(NamedTuple, Generic[Row]):
 
 
 def _defaults(cls: type[Any]) -> dict[str, Any]:
-    values = {"aidx": 0, "bias_type": "-", "ws_min": 0, "ws_max": 2**63 - 1}
+    values = {"aidx": 0, "bias_type": "-", "ws_min": 0, "ws_max": WS_MAX}
     for part in (Gemm, cls):
         values |= {_RENAMED.get(k, k): v for k, v in part._field_defaults.items()}
     return values
@@ -245,37 +249,13 @@ def read(path: str | os.PathLike[str], cls: type[Row]) -> Table[Row]:
 
     Raises UsageError where there is no such file, TableError with file, line, column and value.
     """
-    data = read_bytes(path)
+    data = textfile.read_bytes(path)
     if cls is Candidate and (tail := data[data.rfind(b"\n") + 1 :]):
         try:
             tail.decode("utf-8")
         except UnicodeDecodeError:  # an append that was cut inside a character
             data = data[: -len(tail)]
-    return parse(decode(data, str(path)), cls, name=str(path))
-
-
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The text of a table file, line ends and all. Raises UsageError or TableError."""
-    return decode(read_bytes(path), str(path))
-
-
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file. Raises UsageError where it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as e:
-        raise UsageError(f"cannot read {path}: {e.strerror}") from None
-
-
-def decode(data: bytes, name: str) -> str:
-    """The text of a table. Raises TableError naming the first byte that is not UTF-8."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as e:
-        number = data.count(b"\n", 0, e.start) + 1
-        raise TableError(
-            f"{name}:{number}: byte {data[e.start]:#04x} is not UTF-8: is this a CSV file?"
-        ) from None
+    return parse(textfile.decode(data, str(path)), cls, name=str(path))
 
 
 def split_lines(text: str) -> list[str]:
@@ -398,49 +378,7 @@ def write(
     provenance: Mapping[str, Any],
 ) -> None:
     """Write a table atomically. Raises UsageError where the folder cannot be written."""
-    write_text(path, render(rows, cls, provenance))
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise UsageError if `write` to this path would fail, before the work that leads to it."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise UsageError(f"cannot write {path}: there is no folder {folder}")
-    if Path(path).is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"cannot write {path}: name a file in a folder that you may write to")
-
-
-def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file atomically: temporary file beside it, fsync, rename.
-
-    A link is followed; what is no plain file (/dev/stdout) is written as it is. Raises UsageError.
-    """
-    try:
-        data = text.encode("utf-8")
-    except UnicodeEncodeError as e:
-        raise TableError(f"cannot write {path}: {e.object[e.start]!r} is not text") from None
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            Path(path).write_bytes(data)
-        else:
-            _replace(Path(os.path.realpath(path)), data)
-    except OSError as e:
-        raise UsageError(f"cannot write {path}: {e.strerror}") from None
-
-
-def _replace(target: Path, data: bytes) -> None:
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    # Not tempfile: its mode is 0600, and another user of the cluster is to read the table.
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with os.fdopen(fd, "wb") as f:
-            f.write(data)
-            f.flush()
-            os.fsync(fd)
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    textfile.write_text(path, render(rows, cls, provenance))
 
 
 def append(path: str | os.PathLike[str], rows: Iterable[Shape | Candidate | Tuned]) -> None:

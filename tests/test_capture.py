@@ -196,6 +196,13 @@ def test_stop_ends_the_job_after_the_recorded_steps(gemmtune, tmp_path) -> None:
     assert "iteration 2" not in output
 
 
+def test_dims_prints_a_line_for_each_weight(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    _, output = capture(gemmtune, tmp_path, MLP + "for _ in range(2): step()", "--dims")
+    lines = [line.split() for line in output.splitlines()]
+    assert ["0", "Linear", "5x12", "20x12", "20x12", "none", "5x20"] in lines
+    assert ["2.bias", "Linear", "5x20", "7", "7", "none", "5x7"] in lines
+
+
 def test_a_killed_job_keeps_what_was_seen(gemmtune, tmp_path) -> None:  # type: ignore[no-untyped-def]
     code = MLP + ("step()\nmodel(torch.randn(4, 12))\ntime.sleep(1.5)\nos.kill(os.getpid(), 9)")
     rows, output = capture(gemmtune, tmp_path, code, exit_code=137)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from gemmtune import machine
-from gemmtune.backends.base import BACKENDS
+from gemmtune.backends import base
 from gemmtune.errors import UsageError
 from gemmtune.machine import Gpu
 
@@ -45,8 +45,8 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def kfd(root: Path, nodes: dict[int, str]) -> Path:
-    base = "sys/class/kfd/kfd/topology/nodes"
-    files = {f"{base}/{n}/properties": text for n, text in nodes.items()}
+    top = "sys/class/kfd/kfd/topology/nodes"
+    files = {f"{top}/{n}/properties": text for n, text in nodes.items()}
     return tree(root, {"dev/kfd": "", "sys/module/amdgpu/version": "6.10.5\n", **files})
 
 
@@ -119,18 +119,18 @@ def test_a_table_that_does_not_say_its_machine_is_a_soft_difference():
 
 def test_no_gpu_means_the_cpu_backend(tmp_path):
     assert machine.gpus(tmp_path) == []
-    assert machine.detect([]) == "cpu"
+    assert base.detect([]) == "cpu"
 
 
 def test_a_gpu_without_a_backend_is_refused_not_tuned_as_a_cpu(monkeypatch):
-    monkeypatch.delitem(BACKENDS, "cublaslt", raising=False)
+    monkeypatch.delitem(base.BACKENDS, "cublaslt", raising=False)
     with pytest.raises(UsageError, match=r"NVIDIA H200.*--backend cpu"):
-        machine.detect([H200])
+        base.detect([H200])
 
 
 def test_a_gpu_with_a_backend_gets_it(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "cublaslt", "nowhere:Nothing")
-    assert machine.detect([H200]) == "cublaslt"
+    monkeypatch.setitem(base.BACKENDS, "cublaslt", "nowhere:Nothing")
+    assert base.detect([H200]) == "cublaslt"
 
 
 def test_nvml_gives_name_capability_driver_and_power(monkeypatch, tmp_path):

@@ -228,6 +228,16 @@ def test_a_table_without_rows_is_no_difference(tmp_path: Path) -> None:
     assert done.stderr == "gemmtune: the table has no rows: the job ran as it is\n"
 
 
+def test_a_row_is_named_by_its_line_whatever_comments_stand_before_it(folder: Path) -> None:
+    head, *rest = (folder / "tuned.csv").read_text().splitlines(keepends=True)
+    (folder / "comments.csv").write_text("".join([head, "  # by hand\n", "\n", *rest]))
+    argv = ("comments.csv", "-o", "comments.json", "--", sys.executable, "train.py", "0")
+    done = gemmtune(folder, "replay", *argv)
+    assert done.returncode == 2, done.stderr
+    rows = json.loads((folder / "comments.json").read_text())["rows"]
+    assert [row["line"] for row in rows] == [5, 6, 7]  # after the provenance
+
+
 @pytest.mark.parametrize("command", ["run", "replay"])
 @pytest.mark.parametrize(
     ("argv", "words"),

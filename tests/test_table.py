@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmtune import table
+from gemmtune import table, textfile
 from gemmtune.errors import TableError, UsageError
 from gemmtune.gemm import COMPUTE_TYPES, EPILOGUES, PASSES, TYPE_BYTES, Algo, Gemm
 from gemmtune.table import Candidate, Shape, Tuned
@@ -247,19 +247,19 @@ def test_a_write_that_fails_leaves_the_old_table_and_no_litter(
         table.write(path, [], Tuned, {})
     monkeypatch.undo()
     with pytest.raises(TableError, match=r"is not text"):
-        table.write_text(path, "\udc80")
+        textfile.write_text(path, "\udc80")
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["tuned.csv"]
 
 
 def test_a_folder_that_is_missing_read_only_or_a_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot write .*none/t.csv: No such file"):
-        table.write_text(tmp_path / "none" / "t.csv", "")
+        textfile.write_text(tmp_path / "none" / "t.csv", "")
     with pytest.raises(UsageError, match=r"cannot write .*: Is a directory"):
-        table.write_text(tmp_path, "")
+        textfile.write_text(tmp_path, "")
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot write .*: Not a directory"):
-        table.write_text(tmp_path / "file" / "t.csv", "")
+        textfile.write_text(tmp_path / "file" / "t.csv", "")
 
 
 def test_a_read_only_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,11 +272,25 @@ def test_a_read_only_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(UsageError, match=r"cannot write .*t.csv: Permission denied"):
-        table.write_text(tmp_path / "t.csv", "new")
+        textfile.write_text(tmp_path / "t.csv", "new")
     monkeypatch.undo()
     tmp_path.chmod(0o700)
     assert (tmp_path / "t.csv").read_text() == "old"
     assert os.listdir(tmp_path) == ["t.csv"]
+
+
+def test_what_can_be_written_is_told_as_the_write_will_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (tmp_path / "link.csv").symlink_to(closed / "t.csv")
+    monkeypatch.setattr(os, "access", lambda path, _: str(path) not in ("/dev", str(closed)))
+    textfile.check_writable("/dev/null")  # a device lies in a folder that is not the user's
+    textfile.check_writable(tmp_path / "t.csv")
+    for path in (tmp_path / "link.csv", closed / "t.csv", closed):
+        with pytest.raises(UsageError, match="may write to"):
+            textfile.check_writable(path)
 
 
 def test_a_write_follows_a_link_and_respects_the_umask(tmp_path: Path) -> None:
@@ -284,13 +298,13 @@ def test_a_write_follows_a_link_and_respects_the_umask(tmp_path: Path) -> None:
     (tmp_path / "link.csv").symlink_to("real.csv")
     before = os.umask(0o027)
     try:
-        table.write_text(tmp_path / "link.csv", "new")
+        textfile.write_text(tmp_path / "link.csv", "new")
     finally:
         os.umask(before)
     assert (tmp_path / "link.csv").is_symlink()
     assert (tmp_path / "real.csv").read_text() == "new"
     assert (tmp_path / "real.csv").stat().st_mode & 0o777 == 0o640
-    table.write_text("/dev/null", "new")
+    textfile.write_text("/dev/null", "new")
     assert not Path("/dev/null").is_file()
 
 

@@ -1,4 +1,4 @@
-"""The backend protocol: what sweep and replay ask of a GEMM library, and the lazy lookup by name.
+"""The backend protocol: what sweep and replay ask of a GEMM library, and the lookup by name or GPU.
 
 A backend knows one library: which algorithms it has for a Gemm and how to launch and time one.
 It knows no tables and keeps no statistics.
@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from gemmtune import machine
 from gemmtune.errors import UsageError
 from gemmtune.gemm import Algo, Gemm
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 BACKENDS = {
     "cpu": "gemmtune.backends.cpu:Cpu",
 }
+# Backends of a vendor's GPUs, the preferred one first.
+PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}
 
 
 class Operands(NamedTuple):
@@ -83,3 +86,21 @@ def get(name: str) -> Backend:
         raise UsageError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}") from None
     backend: Backend = getattr(importlib.import_module(module), cls)()
     return backend
+
+
+def detect(found: Sequence[machine.Gpu] | None = None) -> str:
+    """Name of the backend for this machine: its GPU's, or cpu where there is no GPU.
+
+    Raises UsageError on a machine whose GPU has no backend here: its CPU is not tuned unasked.
+    """
+    found = machine.gpus() if found is None else found
+    if not found:
+        return "cpu"
+    gpu = found[0]
+    for name in PREFERRED[gpu.vendor]:
+        if name in BACKENDS:
+            return name
+    raise UsageError(
+        f"this machine has a GPU ({gpu.name}), and this version of gemmtune has no backend for "
+        f"{gpu.vendor} GPUs yet: add --backend cpu to tune its CPU instead"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ class Captured(NamedTuple):
 
     rows: list[Shape]
     ranks: int
-    steps: int  # whole steps recorded, on the rank that recorded fewest
     step_us: float  # mean time of a recorded step; 0 where none ended, or where a GPU ran it
     gemm_us: float  # time a step spends in GEMM calls, mean over ranks; 0 where not measured
     remarks: list[str]
@@ -49,7 +49,6 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> Captured:
     return Captured(
         rows=rows,
         ranks=len({r["rank"] for r in ranks}),
-        steps=min(len(r["step_s"]) for r in ranks),
         step_us=sum(whole) / len(whole) * 1e6 if whole and on_cpu else 0.0,
         gemm_us=_gemm_us(ranks) if on_cpu else 0.0,
         remarks=_remarks(ranks, rows),
@@ -76,10 +75,9 @@ def _remarks(ranks: Sequence[Mapping[str, Any]], rows: Sequence[Shape]) -> list[
             f"ranks differ: {len(differing)} of {len(rows)} rows ran on some ranks only, or more"
             " often there (column ranks)"
         )
-    untranslated: dict[str, int] = {}
+    untranslated: Counter[str] = Counter()
     for record in ranks:
-        for op, count in record["untranslated"].items():
-            untranslated[op] = untranslated.get(op, 0) + count
+        untranslated.update(record["untranslated"])
     if untranslated:
         named = ", ".join(f"{op} {count}x" for op, count in sorted(untranslated.items()))
         remarks.append(f"matrix products that are no GEMM of a table, left out: {named}")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from gemmtune import __version__, table
+from gemmtune import __version__, table, textfile
 from gemmtune.capture import merge
 from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
@@ -64,7 +64,7 @@ def capture(
     the job.
     """
     options = {"steps": steps, "warmup": warmup, "stop": stop, "dims": dims, "optimizer": optimizer}
-    table.check_writable(output)  # better now than after the job
+    textfile.check_writable(output)  # better now than after the job
     with tempfile.TemporaryDirectory(prefix="gemmtune-") as out:
         code = launch.run(job, "gemmtune.capture.session:start", options, out)
         try:
@@ -87,7 +87,7 @@ def capture(
         "step_us": captured.step_us,
     }
     if not captured.rows:
-        click.echo(f"gemmtune: nothing recorded: {_nothing(records[0], warmup)}", err=True)
+        click.echo(f"gemmtune: nothing recorded: {_nothing(first, warmup)}", err=True)
         for line in captured.remarks:
             click.echo(f"gemmtune: {line}", err=True)
         sys.exit(code or 1)

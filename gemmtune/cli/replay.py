@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from gemmtune import table
+from gemmtune import table, textfile
 from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
 from gemmtune.cli.run import BACKEND, TUNED, read_job_table
 from gemmtune.errors import Incompatible, UsageError
@@ -76,7 +76,7 @@ def replay(
             f"replay takes tables of gemmtune"
         )
     if output is not None:
-        table.check_writable(output)  # better now than after the job
+        textfile.check_writable(output)  # better now than after the job
 
     from gemmtune import machine
     from gemmtune.backends import base
@@ -101,7 +101,7 @@ def replay(
             ranks = arms.read_steps(out)
     rows = [
         (line, row.gemm, row.algo.config)
-        for line, row in zip(_row_lines(text), made.rows, strict=True)
+        for (line, _), row in zip(table.scan(text, table.Tuned), made.rows, strict=True)
     ]
     result = analyse.analyse(plan, ranks, rows)
     found = verdict.judge(result)
@@ -118,16 +118,10 @@ def replay(
             "machine": machine.fingerprint(base.get(backend)),
             **analyse.as_json(result),
         }
-        table.write_text(output, json.dumps(values, indent=1) + "\n")
+        textfile.write_text(output, json.dumps(values, indent=1) + "\n")
     if code:
         click.echo(f"gemmtune: the job ended with exit code {code}", err=True)
         # Once all is measured the job is ended from here, and how it goes is not its own doing.
         if no_stop or result.pairs < plan.pairs:
             ctx.exit(2)
     ctx.exit(verdict.EXIT[found.kind])
-
-
-def _row_lines(text: str) -> list[int]:
-    """Line numbers, from 1, of the rows of a table: the header is the first line that counts."""
-    lines = enumerate(text.removeprefix("\ufeff").split("\n"), 1)
-    return [i for i, line in lines if line.strip() and not line.startswith("#")][1:]

@@ -16,7 +16,8 @@ import click
 
 from gemmtune.cli.capture import JOB, note_elsewhere
 from gemmtune.errors import JobError, UsageError
-from gemmtune.table import Table, Tuned, parse, read_text
+from gemmtune.table import Table, Tuned, parse
+from gemmtune.textfile import read_text
 
 ENTRY = "gemmtune.job.apply:start"
 ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
@@ -116,15 +117,16 @@ def run(
     ctx.exit(code)
 
 
-@click.command(epilog='Example:  eval "$(gemmtune env tuned.csv)"')
+@click.command(epilog="Example:  gemmtune env tuned.csv")
 @TUNED
 @STRICT
 @BACKEND
 def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
     """Print the exports that apply the table TUNED to every job of a shell.
 
-    Where a job is started by something that `gemmtune run` cannot wrap. Rank 0 says at its end
-    which rows were launched. `unset GEMMTUNE_JOB` takes the table off again.
+    Where a job is started by something that `gemmtune run` cannot wrap. To set them:
+    eval "$(gemmtune env tuned.csv)". Rank 0 says at its end which rows were launched.
+    `unset GEMMTUNE_JOB` takes the table off again.
     """
     from gemmtune.job import launch
 

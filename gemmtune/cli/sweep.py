@@ -95,12 +95,12 @@ def sweep(
     Every algorithm is checked against float64 before it is timed. Interrupt at any time: the same
     command goes on where it stopped.
     """
-    from gemmtune import machine, table
+    from gemmtune import table
     from gemmtune.backends import base
     from gemmtune.sweep import run
 
     read = table.read(shapes, table.Shape)
-    chosen = base.get(machine.detect() if backend == "auto" else backend)
+    chosen = base.get(base.detect() if backend == "auto" else backend)
     chosen.numerics = numerics
     path = candidates or str(Path(output).with_name("candidates.csv"))
     options = run.Options(

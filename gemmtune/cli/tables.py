@@ -15,7 +15,8 @@ from gemmtune.dialects.lint import lint
 from gemmtune.dialects.merge import merge as merge_texts
 from gemmtune.errors import UsageError
 from gemmtune.gemm import Gemm
-from gemmtune.table import Shape, by_gemm, decode, read, read_bytes, write_text
+from gemmtune.table import Shape, by_gemm, read
+from gemmtune.textfile import decode, read_bytes, write_text
 
 
 def _dev_cap(_: click.Context, __: click.Parameter, gpu: str | None) -> int | None:

@@ -171,8 +171,7 @@ def _merge_keys(
         for number in sorted(numbers, key=lambda n: rank[rows[n][1].algo.algo_id], reverse=True):
             mine = rows[number][1]
             for other in kept:
-                theirs = rows[other][1]
-                if mine.ws_min <= theirs.ws_max and mine.ws_max >= theirs.ws_min:
+                if mine.overlaps(rows[other][1]):
                     merged[number] = other
                     break
             else:

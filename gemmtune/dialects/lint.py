@@ -16,6 +16,7 @@ from gemmtune.dialects.finding import ERROR, WARNING, Finding
 from gemmtune.gemm import FP8_TYPES
 from gemmtune.table import Fault, Tuned, read_provenance, scan, split_lines
 
+_Range = tuple[int, int, int]  # ws_min, ws_max, and the line that has them
 GPUS = {904: "gfx942", 905: "gfx950"}  # dev_cap of those that the ROCm fork of TE is built for
 
 _IGNORED = 'TE prints "Incorrect algo storage legend", ignores the whole file and goes on untuned'
@@ -135,7 +136,7 @@ def _difference(cells: list[str], near: str) -> tuple[str, str]:
 
 
 def _rows(lines: list[str], start: int, dialect: str, gpu: int | None) -> Iterator[Finding]:
-    loaded: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
+    loaded: dict[tuple[object, ...], list[_Range]] = {}
     first_cap: tuple[int, int] | None = None
     rows = 0
     for number, line in enumerate(lines[start:], start + 1):
@@ -340,22 +341,28 @@ def _workspace(row: te.Row, add: _Adder) -> bool:
 def _overlap(
     row: te.Row,
     number: int,
-    loaded: dict[tuple[object, ...], list[tuple[int, int, int]]],
+    loaded: dict[tuple[object, ...], list[_Range]],
     add: _Adder,
 ) -> None:
-    ranges = loaded.setdefault(row.key, [])
-    for low, high, other in ranges:
-        if row.ws_min <= high and row.ws_max >= low:
-            effect = (
-                f"the same GEMM as line {other}, with an overlapping workspace range: TE prints"
-                f' "Duplicated/overlapped entry" to stdout and keeps line {other}'
-            )
-            mend = "Delete one of the two"
-            if row.ws_max > high:
-                mend += f", or start this range at {high + 1}"
-            add("ws_min", str(row.ws_min), ERROR, effect, mend)
-            return
+    if clash := _clash(row, number, loaded.setdefault(row.key, [])):
+        _, high, other = clash
+        effect = (
+            f"the same GEMM as line {other}, with an overlapping workspace range: TE prints"
+            f' "Duplicated/overlapped entry" to stdout and keeps line {other}'
+        )
+        mend = "Delete one of the two"
+        if row.ws_max > high:
+            mend += f", or start this range at {high + 1}"
+        add("ws_min", str(row.ws_min), ERROR, effect, mend)
+
+
+def _clash(row: te.Row | Tuned, number: int, ranges: list[_Range]) -> _Range | None:
+    """The first of `ranges` that overlaps the row's; where there is none, the row's is added."""
+    for known in ranges:
+        if row.ws_min <= known[1] and row.ws_max >= known[0]:
+            return known
     ranges.append((row.ws_min, row.ws_max, number))
+    return None
 
 
 def _ours(text: str, dialect: str | None) -> Iterator[Finding]:
@@ -365,7 +372,7 @@ def _ours(text: str, dialect: str | None) -> Iterator[Finding]:
     mend = f"For TE: gemmtune convert FILE --to {to}. For gemmtune run: --dialect gemmtune"
     effect = f"a gemmtune table: {_IGNORED}"
     yield Finding(1, "", "", severity, effect, mend)
-    seen: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
+    seen: dict[tuple[object, ...], list[_Range]] = {}
 
     def refuse(line: int, column: str, value: str, why: str) -> Finding:
         effect = f"gemmtune refuses the table: {why}"
@@ -380,11 +387,6 @@ def _ours(text: str, dialect: str | None) -> Iterator[Finding]:
         if row.ws_min > row.ws_max:
             yield refuse(number, "ws_min", str(row.ws_min), f"above ws_max={row.ws_max}")
             continue
-        ranges = seen.setdefault((row.dev_cap, row.gemm), [])
-        for low, high, other in ranges:
-            if row.ws_min <= high and row.ws_max >= low:
-                why = f"the same GEMM as line {other}, with an overlapping workspace range"
-                yield refuse(number, "ws_min", str(row.ws_min), why)
-                break
-        else:
-            ranges.append((row.ws_min, row.ws_max, number))
+        if clash := _clash(row, number, seen.setdefault((row.dev_cap, row.gemm), [])):
+            why = f"the same GEMM as line {clash[2]}, with an overlapping workspace range"
+            yield refuse(number, "ws_min", str(row.ws_min), why)

@@ -101,7 +101,7 @@ def _choose(entries: Sequence[_Entry]) -> tuple[list[_Entry], list[str]]:
     by_key: dict[tuple[object, ...], list[_Entry]] = {}
     conflicts = []
     for new in entries:
-        rivals = [e for e in by_key.setdefault(new.key, []) if _overlap(e.row, new.row)]
+        rivals = [e for e in by_key.setdefault(new.key, []) if e.row.overlaps(new.row)]
         faster = bool(rivals) and all(0 < new.row.time_us < e.row.time_us for e in rivals)
         for old in rivals:
             if (conflict := _conflict(old, new, faster)) is not None:
@@ -117,10 +117,6 @@ def _choose(entries: Sequence[_Entry]) -> tuple[list[_Entry], list[str]]:
             kept.append(new)
         by_key[new.key].append(new)
     return kept, conflicts
-
-
-def _overlap(a: Tuned, b: Tuned) -> bool:
-    return a.ws_min <= b.ws_max and a.ws_max >= b.ws_min
 
 
 def _algorithm(row: Tuned) -> tuple[int, str]:

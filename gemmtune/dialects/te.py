@@ -27,7 +27,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "te-v3": (*_KEY, "aux_type", *_LD, "scale_mode", "epi", "comp", "scale_type", *_WS),
 }
 HEADERS = {dialect: ",".join(columns) for dialect, columns in COLUMNS.items()}
-# A column's name in te-v1 or te-v2, and the field of Row that it fills.
+# Columns that are not named as the field of Row that they fill.
 FIELD_OF = {"fp8_scale": "scale_mode", "scale_type": "scale"}
 
 

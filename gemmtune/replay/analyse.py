@@ -8,6 +8,7 @@ pairs that a job cut short are left out; what is whole counts.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +16,8 @@ from gemmtune.gemm import Gemm
 from gemmtune.replay.plan import Block, Plan, schedule
 from gemmtune.stats import Interval, ratio_interval, trimmed_mean
 
-# A true difference of z % is shown with probability POWER once the interval is so much narrower
-# than z: normal quantiles of 97.5 % and 80 %, (1.96 + 0.84) / 1.96.
-POWER = 0.8
+# A true difference of z % is shown with a probability of 80 % once half the interval is so much
+# narrower than z: normal quantiles of 97.5 % and 80 %, (1.96 + 0.84) / 1.96.
 _POWER_FACTOR = 1.43
 # Differences, in percent, worth planning for.
 _LADDER = (20.0, 10.0, 5.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
@@ -46,7 +46,6 @@ class Rank(NamedTuple):
     rank: int
     steps: Sequence[Step]
     world: int = 1
-    threads: int = 1
     fallbacks: Mapping[str, int] = {}
     differences: Sequence[str] = ()
 
@@ -119,10 +118,9 @@ def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, s
     pairs = _pairs(blocks, control=False)
     controls = _pairs(blocks, control=True)
     notes += sorted({d for rank in ranks for d in rank.differences})
-    fallbacks: dict[str, int] = {}
+    fallbacks: Counter[str] = Counter()
     for rank in ranks:
-        for reason, count in rank.fallbacks.items():
-            fallbacks[reason] = fallbacks.get(reason, 0) + count
+        fallbacks.update(rank.fallbacks)
     return Result(
         plan=plan,
         blocks=blocks,
@@ -136,7 +134,7 @@ def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, s
         ranks=tuple(r.rank for r in ranks),
         world=max((r.world for r in ranks), default=0),
         steps_seen=max(slowest, default=-1) + 1,
-        fallbacks=fallbacks,
+        fallbacks=dict(fallbacks),
         notes=notes,
     )
 

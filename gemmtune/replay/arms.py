@@ -91,8 +91,6 @@ class Arms:
         return rows
 
     def _open(self) -> None:
-        import torch
-
         from gemmtune.job import files
 
         self._pid = os.getpid()
@@ -100,8 +98,7 @@ class Arms:
         name = f"steps-{socket.gethostname()}-{self._pid}.jsonl"
         self._log = open(os.path.join(self._out, name), "w")  # noqa: SIM115
         rank, world = files.rank()
-        about = {"rank": rank, "world": world, "threads": torch.get_num_threads()}
-        self._write({**about, "differences": self._differences})
+        self._write({"rank": rank, "world": world, "differences": self._differences})
 
     def _write(self, record: dict[str, Any]) -> None:
         self._log.write(json.dumps(record) + "\n")
@@ -139,14 +136,6 @@ def read_steps(out: str | Path) -> list[Rank]:
             Step(r["step"], r["us"], {int(i): Calls(*cells) for i, cells in r["rows"].items()})
             for r in records
         ]
-        ranks.append(
-            Rank(
-                about["rank"],
-                steps,
-                about["world"],
-                about["threads"],
-                records[-1]["fallbacks"],
-                about["differences"],
-            )
-        )
+        fallbacks = records[-1]["fallbacks"]
+        ranks.append(Rank(about["rank"], steps, about["world"], fallbacks, about["differences"]))
     return sorted(ranks, key=lambda r: r.rank)

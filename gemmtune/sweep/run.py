@@ -26,7 +26,6 @@ from gemmtune.table import Candidate, Shape, Table, Tuned
 MATTERS = 0.02  # share of the GEMM time from which a Gemm gets the sustained confirmation
 LESSER = 1 / 3  # of the seconds per shape, for a Gemm below that share
 START_S = 1.5  # of a worker: process, operands, verification
-WS_MAX = 2**63 - 1
 GPU_APIS = ("lt", "gemmex")
 
 PathLike = str | os.PathLike[str]
@@ -304,7 +303,7 @@ def _tuned(
         needs = backend.workspace_bytes(won.gemm, won.algo)
         rows.append(
             Tuned(
-                *(backend.dev_cap(), won.gemm, needs, WS_MAX, won.algo),
+                *(backend.dev_cap(), won.gemm, needs, table.WS_MAX, won.algo),
                 *(won.time_us, default.time_us, won.ratio_low, won.ratio_high),
             )
         )

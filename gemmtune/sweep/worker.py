@@ -43,7 +43,8 @@ def measure_apart(
     second.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "gemmtune.sweep.measure", "gemmtune.backends.cpu"])
+    modules = ["torch", "gemmtune.sweep.measure", type(backend).__module__]
+    context.set_forkserver_preload(modules)
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.NamedTemporaryFile(prefix="gemmtune-worker-", suffix=".log") as log:
         args = (backend, task, threads, theirs, log.name)
