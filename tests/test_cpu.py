@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmtune.backends import base, cpu
+from gemmtune.backends import base, cpu, openblas
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Gemm
 from gemmtune.sweep import operands
@@ -153,24 +153,24 @@ def test_run_says_what_does_not_fit():
 
 
 def test_openblas_has_the_threads_of_torch_and_leaves_the_jobs_numpy_its_own(monkeypatch):
-    openblas = cpu._openblas()
-    if openblas is None:
+    library = openblas.find()
+    if library is None:
         pytest.skip("numpy does not use OpenBLAS here")
-    x, before, own = torch.ones(64, 64), torch.get_num_threads(), openblas._get()
+    x, before, own = torch.ones(64, 64), torch.get_num_threads(), library._get()
     had = []
-    array = cpu._array
-    monkeypatch.setattr(cpu, "_array", lambda t: had.append(openblas._get()) or array(t))
+    array = openblas.array
+    monkeypatch.setattr(openblas, "array", lambda t: had.append(library._get()) or array(t))
     try:
-        openblas._set(2)
+        library._set(2)
         for threads in (1, 2, 1):
             torch.set_num_threads(threads)
             cpu.run("openblas", x, x, torch.empty(64, 64))
             assert set(had) == {threads}
-            assert openblas._get() == 2
+            assert library._get() == 2
             had.clear()
     finally:
         torch.set_num_threads(before)
-        openblas._set(own)
+        library._set(own)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,14 @@ and numpy, nothing else. Every configuration computes d = alpha·(x·w) + beta·
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+from gemmtune.backends import openblas
 from gemmtune.backends.base import Launch, Operands
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
@@ -65,7 +64,7 @@ class Cpu:
             mkl.replace("Math Kernel Library Version", "MKL") or blas,
             isa,
             f"numpy {numpy.__version__}",
-            openblas.config if (openblas := _openblas()) else "",
+            library.config if (library := openblas.find()) else "",
         ]
         return "; ".join(p for p in parts if p)
 
@@ -250,42 +249,15 @@ def _numpy(x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:
     import numpy
     import torch
 
-    openblas = _openblas()
-    if openblas is None:
+    library = openblas.find()
+    if library is None:
         raise BackendError("numpy does not use OpenBLAS here: sweep again")
     if not all(t.dtype in (torch.float32, torch.float64) for t in (x, w, d)):
         raise BackendError(f"OpenBLAS has no {str(d.dtype).removeprefix('torch.')}: sweep again")
     p = d if add.c is None else torch.empty_like(d)
-    with openblas.threads(torch.get_num_threads()):
-        numpy.matmul(_array(x), _array(w), out=_array(p))
+    with library.threads(torch.get_num_threads()):
+        numpy.matmul(openblas.array(x), openblas.array(w), out=openblas.array(p))
     _finish(d, p, add)
-
-
-class _Memory:
-    """A tensor's memory for numpy (the array interface, version 3).
-
-    Tensor.numpy() would mark the storage as one that cannot be resized, which FSDP does to it at
-    every step.
-    """
-
-    def __init__(self, t: Tensor) -> None:
-        size = t.element_size()
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (t.data_ptr(), False),
-            "typestr": f"<f{size}",
-            "shape": tuple(t.shape),
-            "strides": tuple(stride * size for stride in t.stride()),
-        }
-
-
-def _array(t: Tensor) -> Any:
-    """A view, valid while the tensor is."""
-    import numpy
-
-    if not t.numel():
-        return numpy.empty(t.shape, f"<f{t.element_size()}")
-    return numpy.asarray(_Memory(t))
 
 
 def _split_k(parts: int, x: Tensor, w: Tensor, d: Tensor, add: Add) -> None:
@@ -395,7 +367,7 @@ def _offered(name: str, gemm: Gemm, numerics: str) -> bool:
         "native": lambda: not full and gemm.flops <= NATIVE_FLOPS and _has_onednn(),
         "transposed": lambda: True,
         "copy": lambda: min(gemm.m, gemm.n, gemm.k) > 1,
-        "openblas": lambda: full and _openblas() is not None,
+        "openblas": lambda: full and openblas.find() is not None,
         "mv": lambda: not batched and 1 in (gemm.m, gemm.n),
         "bmm": lambda: not batched,
         "loop": lambda: batched,
@@ -456,46 +428,3 @@ def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available()) and hasattr(
         torch.ops.mkldnn, "_linear_pointwise"
     )
-
-
-class _OpenBlas:
-    """The OpenBLAS that numpy brought into this process, to make its threads follow torch's."""
-
-    def __init__(self, path: str) -> None:
-        library: Any = ctypes.CDLL(path)
-        for prefix in ("scipy_openblas", "openblas"):
-            for suffix in ("64_", "", "_"):
-                if hasattr(library, f"{prefix}_set_num_threads{suffix}"):
-                    self._set = getattr(library, f"{prefix}_set_num_threads{suffix}")
-                    self._get = getattr(library, f"{prefix}_get_num_threads{suffix}")
-                    config = getattr(library, f"{prefix}_get_config{suffix}")
-                    config.restype = ctypes.c_char_p
-                    self.config = " ".join(config().decode().split()[:2])
-                    return
-        raise OSError(f"{path} has no openblas_set_num_threads")
-
-    @contextlib.contextmanager
-    def threads(self, count: int) -> Iterator[None]:
-        """Meanwhile have `count` threads; afterwards as many as the job's own numpy calls had."""
-        before = self._get()
-        if before == count:
-            yield
-            return
-        self._set(count)
-        try:
-            yield
-        finally:
-            self._set(before)
-
-
-@functools.lru_cache(maxsize=1)
-def _openblas() -> _OpenBlas | None:
-    """Found among the libraries that the process has mapped (Linux); None where there is none."""
-    import numpy  # noqa: F401  (maps its BLAS)
-
-    try:
-        with open("/proc/self/maps") as f:
-            paths = {line.split(maxsplit=5)[-1].strip() for line in f if "openblas" in line}
-        return _OpenBlas(sorted(paths)[0]) if paths else None
-    except OSError:
-        return None
