@@ -137,6 +137,7 @@ def read_ranks(out: str | Path) -> list[dict[str, Any]]:
         raise JobError(
             "nothing was learnt from the job: no Python process of it imported torch and ran a"
             " step under gemmtune (python -I, -S and -E switch the hook off; so does a job that"
-            " clears PYTHONPATH)"
+            " clears PYTHONPATH); a job without a torch optimizer is captured with --warmup 0, or"
+            " marks its steps with gemmtune.step()"
         )
     return sorted(files, key=lambda f: (f["rank"], f["pid"]))

@@ -7,6 +7,7 @@ a rank (FILE.<rank>). Losses go to stdout.
 import argparse
 import json
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -119,3 +120,4 @@ if args.compile and rank == 0:
     print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
 if args.parallel != "none":
     dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads: one that is still at work when Python ends aborts the process
