@@ -322,6 +322,8 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # A shell's background job ignores SIGINT, and so would all that the tests start there.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in child.stderr:
         if line.startswith("[1/2]"):
