@@ -311,7 +311,9 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
 def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
     gemms = [scripted.gemm(32, k=64), scripted.gemm(39)]
     table.write(tmp_path / "shapes.csv", shapes(*gemms).rows, table.Shape, {"threads": 1})
-    code = "from gemmtune.backends import base; from gemmtune.cli import main; "
+    # A shell's background job ignores SIGINT, and so does all that the tests start there.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from gemmtune.backends import base; from gemmtune.cli import main; "
     code += "base.BACKENDS['scripted'] = 'scripted:Scripted'; main()"
     words = [sys.executable, "-c", code, "sweep", "shapes.csv", "--backend", "scripted"]
     path = os.pathsep.join((os.getcwd(), os.path.dirname(scripted.__file__)))
@@ -322,8 +324,6 @@ def test_ctrl_c_keeps_what_was_done_and_leaves_no_process(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A shell's background job ignores SIGINT, and so would all that the tests start there.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in child.stderr:
         if line.startswith("[1/2]"):
