@@ -560,17 +560,37 @@ def test_a_handler_that_raises_leaves_the_call_as_it_was(override, capsys):
 
 
 def test_remove_gives_back_torchs_kernels_and_may_be_repeated():
-    def selected():
-        has = torch._C._dispatch_has_kernel_for_dispatch_key
-        return {op for op in torch._C._dispatch_get_all_op_names() if has(op, "BackendSelect")}
+    names = ("aten::mm", "aten::addmm_", "aten::bmm.out", "aten::convolution")
 
-    before = selected()
+    def registered():
+        return [torch._C._dispatch_dump(name) for name in names]
+
+    before = registered()
     placed = kernels.Override(passing, others=True)
-    ours = selected() - before
-    assert {"aten::mm", "aten::addmm_", "aten::bmm.out", "aten::convolution"} <= ours
+    assert all(a != b for a, b in zip(registered(), before, strict=True))
     placed.remove()
     placed.remove()
-    assert selected() == before
+    assert registered() == before
+
+
+def test_a_torch_that_hands_out_no_kernels_is_overridden_above_them(monkeypatch):
+    monkeypatch.delattr(torch.library, "get_kernel", raising=False)
+    seen = []
+
+    def handle(op, native, args, kwargs):
+        seen.append(op)
+        return native(*args, **kwargs)
+
+    placed = kernels.Override(handle)
+    try:
+        a = torch.randn(3, 3)
+        c = a.clone()
+        assert torch.equal(torch.mm(a, a), c.addmm_(a, a, beta=0))
+        with torch._subclasses.fake_tensor.FakeTensorMode():
+            torch.mm(torch.ones(2, 3), torch.ones(3, 4))
+    finally:
+        placed.remove()
+    assert seen == ["mm", "addmm"]
 
 
 def test_fake_and_meta_tensors_run_no_kernel(calls):

@@ -26,12 +26,12 @@ from gemmtune.job import kernels
 from gemmtune.job.files import complain
 
 # Bound once: they are called at every GEMM.
-current_task = torch._C._current_graph_task_id
 current_node = torch._C._current_autograd_node
 next_node = torch._C._autograd._get_sequence_nr
 is_grad_enabled = torch.is_grad_enabled
 _CALL_IMPL = Module._call_impl.__code__
 WITH_C = ("addmm", "baddbmm")  # operators whose first argument is C
+OWN_NODES = ("MmBackward0", "BmmBackward0")  # autograd nodes of one forward product each
 
 
 class Noted(NamedTuple):
@@ -43,8 +43,8 @@ class Noted(NamedTuple):
     x_storage: int
     w_storage: int
     seconds: float
-    task: int  # of autograd; -1 outside backward
-    recompute: bool
+    forward: bool
+    backward: bool  # whether it ran inside backward; a forward there is a recomputation
     node: int  # sequence number of the autograd node, the forward's and its backward's alike
     tracked: bool
     module: int  # id of the innermost module; 0 outside modules
@@ -71,7 +71,10 @@ class Recorder:
         self._seen: dict[tuple[Any, str, int, str], Seen] = {}
         self._translations: dict[Any, tuple[Gemm, ...]] = {}
         self._untranslated: Counter[str] = Counter()
-        self._noted: deque[tuple[Any, ...]] = deque()
+        # The calls' values one after another, in Noted's order. Objects kept for each call would
+        # bring on Python's garbage collector, whose longest runs take as long as a step.
+        self._noted: deque[Any] = deque()
+        self._interned: dict[Any, Any] = {}
         self._sorted_step = 0
         self._sorting = threading.Lock()
         self._forwards: dict[int, list[Forward]] = {}
@@ -119,52 +122,60 @@ class Recorder:
         self._sort()
         return dict(self._untranslated + self._override.counts)
 
-    def _plain(self, op: str, natives: kernels.Natives) -> kernels.Native:
+    def _plain(self, op: str) -> kernels.Native:
         """The kernel of mm and bmm: `_note` of their two operands, in one piece.
 
         Between a job's own kernels Python's code and data have left the caches, and every function
         more that is called costs a microsecond or two.
         """
-        noted, modules = self._noted.append, self._modules
-        tasks, running = self._recompute.tasks, self._recompute.running
-        thread, get_frame = kernels.thread, sys._getframe
+        noted, interned, modules = self._noted.extend, self._interned.setdefault, self._modules
+        tasks, recomputing = self._recompute.tasks, self._recompute.running
+        inside, get_ident, get_frame = kernels.inside, threading.get_ident, sys._getframe
+        single: dict[type | None, bool] = {}
 
-        def kernel(keys: Any, x: Tensor, w: Tensor) -> Tensor:
-            below, call, fake = natives[keys.raw_repr()]
-            if fake or thread.inside:
-                return call(below, x, w)  # type: ignore[no-any-return]
+        def kernel(_: bool, call: kernels.Native, __: kernels.Native, x: Tensor, w: Tensor) -> Any:
+            if inside and get_ident() in inside:
+                return call(x, w)
             began = perf_counter()
-            result: Tensor = call(below, x, w)
+            result = call(x, w)
             seconds = perf_counter() - began
             try:
-                task = current_task()
-                module, tracked, recompute = 0, False, False
-                caller: type | None = None
-                if task == -1 or (tasks and running(task)):
-                    recompute = task != -1
+                node = current_node()
+                if node is None or (tasks and recomputing()):
                     tracked = is_grad_enabled()
                     number = next_node() - 1
                     frame: Any = get_frame(1)
                     while frame is not None and frame.f_code is not _CALL_IMPL:
                         frame = frame.f_back
-                    inner: Any = frame.f_locals["self"] if frame is not None else None
-                    module = id(inner)
-                    if module not in modules or inner._modules:
+                    running: Any = frame.f_locals["self"] if frame is not None else None
+                    module = id(running)
+                    if module not in modules or running._modules:
                         module = self._module(w)
+                    caller, alone = None, tracked
                 else:
-                    node = current_node()
+                    tracked, module = False, 0
                     number = node._sequence_nr()
                     caller = type(node)
+                    if caller not in single:
+                        single[caller] = caller.__name__ in OWN_NODES
+                    alone = single[caller]
+                shape, other, dtype = x.shape, w.shape, x.dtype
+                # Whose the operands are matters where equal dimensions leave the pass open, or a
+                # node has several forwards. Asking is the dearest part of noting a call.
+                x_storage = w_storage = 0
+                if not alone or other[-1] in shape[-2:] or shape[-1] == shape[-2]:
+                    x_storage, w_storage = x.untyped_storage()._cdata, w.untyped_storage()._cdata
+                signature = op, (shape, x.stride(), dtype), (other, w.stride(), dtype)
                 noted(
                     (
                         self.step,
-                        (op, (x.shape, x.stride(), x.dtype), (w.shape, w.stride(), w.dtype)),
+                        interned(signature, signature),
                         None,
-                        x.untyped_storage()._cdata,
-                        w.untyped_storage()._cdata,
+                        x_storage,
+                        w_storage,
                         seconds,
-                        task,
-                        recompute,
+                        caller is None,
+                        node is not None,
                         number,
                         tracked,
                         module,
@@ -196,19 +207,18 @@ class Recorder:
                 self._untranslated[" ".join([op, *(f"of {name}" for name in sorted(layouts))])] += 1
                 return
             signature = op, *((),) * (op in WITH_C), (x.shape,), (w.shape,)
-        task = current_task()
         where: tuple[Any, ...]
-        if task == -1 or self._recompute.running(task):
+        node = current_node()
+        if node is None or self._recompute.running():
             # The node that will run backward was made just before the kernel was called. Inside
             # an autograd.Function's forward grad mode is off and the node is the Function's.
-            where = task, task != -1, next_node() - 1, is_grad_enabled(), self._module(w), None
+            number, tracked = next_node() - 1, is_grad_enabled()
+            where = True, node is not None, number, tracked, self._module(w), None
         else:
-            node = current_node()
-            number = node._sequence_nr() if node else -1
-            where = task, False, number, False, 0, type(node) if node else None
+            where = False, True, node._sequence_nr(), False, 0, type(node)
         storages = x.untyped_storage()._cdata, w.untyped_storage()._cdata
-        # A plain tuple in Noted's order: making a Noted takes longer.
-        self._noted.append((self.step, signature, gemms, *storages, seconds, *where))
+        signature = self._interned.setdefault(signature, signature)
+        self._noted.extend((self.step, signature, gemms, *storages, seconds, *where))
 
     def _module(self, w: Tensor) -> int:
         """The id of the innermost module that is running, or of w's own; 0 outside modules.
@@ -250,7 +260,7 @@ class Recorder:
                 for name, module in list(self._roots.pop().named_modules()):
                     self._names.setdefault(id(module), clean_name(name) or type(module).__name__)
             while self._noted:
-                call = Noted(*self._noted.popleft())
+                call = Noted(*(self._noted.popleft() for _ in Noted._fields))
                 try:
                     self._count(call)
                 except Exception as error:  # counted all the same, and the others with it
@@ -266,8 +276,8 @@ class Recorder:
         x, w = (part[0] for part in call.signature[2 if op in WITH_C else 1 :][:2])
         rows, inner, cols = x[-2], x[-1], w[-1]
         storages = call.x_storage, call.w_storage
-        recompute = call.recompute
-        if call.task == -1 or recompute:
+        recompute = call.forward and call.backward
+        if call.forward:
             site = self._names.get(call.module, "")
             name = "fprop"
             if not call.module and not call.tracked:
@@ -326,8 +336,8 @@ class Recompute:
         for owner, name, original in self._replaced:
             setattr(owner, name, original)
 
-    def running(self, task: int) -> bool:
-        return (threading.get_ident(), task) in self.tasks
+    def running(self) -> bool:
+        return (threading.get_ident(), torch._C._current_graph_task_id()) in self.tasks
 
     def _surround(self, hook: Any) -> Any:
         recompute = self

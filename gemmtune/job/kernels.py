@@ -1,17 +1,19 @@
 """torch's GEMM kernels inside the job: intercepted, and translated to column-major BLAS terms.
 
-The interception is an override at the dispatch key BackendSelect, which every call passes after
-autograd and tensor subclasses (so DTensor and FSDP have been reduced to local tensors) and before
-the device's kernel. Unlike a dispatch mode it costs other operators nothing, is seen from every
-thread, and leaves torch.compile on.
+The interception overrides the kernels of CPU and GPU themselves, where torch can hand out the one
+that was there (torch.library.get_kernel), else it stands at the dispatch key BackendSelect above
+them. Either way a call comes there after autograd and tensor subclasses (so DTensor and FSDP have
+been reduced to local tensors). Unlike a dispatch mode it costs other operators nothing, is seen
+from every thread, and leaves torch.compile on.
 """
 
 from __future__ import annotations
 
-import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
+from threading import get_ident
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -74,15 +76,17 @@ OTHER_OPS = (
     "_efficient_attention_forward",
 )
 GROUPED = "_grouped_mm"
+PLAIN = ("mm", "bmm")  # overloads of two operands and nothing else: nearly all calls of a job
 
 
-class _Thread(threading.local):
-    inside = False
-
-
-thread = _Thread()  # whether a GEMM of this thread is being handled
+inside: set[int] = set()  # threads that are handling a GEMM
+# Keys of a device's own kernels. An override there is handed the arguments alone, where one at
+# BackendSelect needs the call's keys to find the kernel below, and fake tensors never come there.
+_KEYS = (
+    *("CPU", "SparseCPU", "SparseCsrCPU", "NestedTensorCPU"),
+    *("CUDA", "SparseCUDA", "SparseCsrCUDA", "NestedTensorCUDA"),
+)
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-_KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 
 
 class Override:
@@ -101,15 +105,14 @@ class Override:
         handle: Handle | Note,
         others: bool = False,
         watch: bool = False,
-        plain: Callable[[str, Natives], Native] | None = None,
+        plain: Callable[[str], Native] | None = None,
     ) -> None:
         """`others` hands over OTHER_OPS too.
 
         With `watch` the calls go through as they are, and handle(op, args, kwargs, seconds) is
         told of each when its kernel has returned; GEMMs inside other GEMMs are not told, and of
-        OTHER_OPS only how often they ran is kept, in `counts`. The
-        overloads of two operands and nothing else, nearly all calls of a job, take the kernel that
-        `plain` makes, if given: it takes (keys, x, w) and does everything itself.
+        OTHER_OPS only how often they ran is kept, in `counts`. Those
+        of PLAIN take the kernel that `plain(op)` makes, if given: it does everything itself.
         """
         self.faults = 0
         self.counts: Counter[str] = Counter()
@@ -137,59 +140,74 @@ class Override:
         space, _, name = overload.partition("::")
         if space not in self._libraries:
             self._libraries[space] = torch.library.Library(space, "IMPL")
-        if self._plain is not None and overload in ("aten::mm", "aten::bmm"):
-            kernel = self._plain(op, Natives(overload))
+        library = self._libraries[space]
+        if not self._watch:
+            kernel = self._handled(op)
+        elif op not in GEMM_OPS:
+            kernel = self._counted(op)
+        elif self._plain is not None and name in PLAIN:
+            kernel = self._plain(op)
         else:
-            make = self._handled
-            if self._watch:
-                make = self._watched if op in GEMM_OPS else self._counted
-            kernel = make(op, overload)
-        self._libraries[space].impl(name, kernel, "BackendSelect", with_keyset=True)
+            kernel = self._watched(op)
+        inplace = op in GEMM_OPS and name.endswith("_")
+        out = f"{overload[:-1]}.out" if inplace else overload
+        keys = _own_kernels(overload)
+        for key in keys:
+            natives = native(overload, key), native(out, key)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch tells whoever overrides its kernel
+                library.impl(name, partial(kernel, inplace, *natives), key)
+        if not keys:
+            chosen, outs = Natives(overload), Natives(out)
 
-    def _handled(self, op: str, overload: str) -> Callable[..., Any]:
+            def select(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+                call = chosen[keyset.raw_repr()]
+                if keyset.has(torch._C.DispatchKey.Meta):
+                    return call(*args, **kwargs)
+                return kernel(inplace, call, outs[keyset.raw_repr()], *args, **kwargs)
+
+            library.impl(name, select, "BackendSelect", with_keyset=True)
+
+    # The kernels that calls come to: `call` is the job's own, `out` the one that writes
+    # kwargs["out"] for it. Between a job's kernels this code is cold in the caches: so it is short.
+
+    def _handled(self, op: str) -> Callable[..., Any]:
         handle: Any = self._handle
-        own = native = Natives(overload)
-        inplace = op in GEMM_OPS and overload.endswith("_")
-        if inplace:
-            native = Natives(f"{overload[:-1]}.out")
 
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            below, call, fake = own[keys.raw_repr()]
-            if thread.inside or fake:
-                return call(below, *args, **kwargs)
+        def kernel(inplace: bool, call: Native, out: Native, /, *args: Any, **kwargs: Any) -> Any:
+            thread = get_ident()
+            if thread in inside:
+                return call(*args, **kwargs)
             if inplace:
                 kwargs["out"] = args[0]
-            thread.inside = True
+            inside.add(thread)
             try:
-                return handle(op, partial(native[keys.raw_repr()].call, below), args, kwargs)
+                return handle(op, out, args, kwargs)
             except Exception as error:
                 if "out" in kwargs:  # it may have been written to, so there is no second try
                     raise
-                result = call(below, *args, **kwargs)  # a fault of the call itself comes from here
+                result = call(*args, **kwargs)  # a fault of the call itself comes from here
                 self._fault(op, error)
                 return result
             finally:
-                thread.inside = False
+                inside.discard(thread)
 
         return kernel
 
-    def _watched(self, op: str, overload: str) -> Callable[..., Any]:
+    def _watched(self, op: str) -> Callable[..., Any]:
         note: Any = self._handle
-        natives = Natives(overload)
-        inplace = op in GEMM_OPS and overload.endswith("_")
 
-        # Between a job's kernels this code is cold in the caches, so it is short above all.
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            below, call, fake = natives[keys.raw_repr()]
-            if thread.inside or fake:
-                return call(below, *args, **kwargs)
-            thread.inside = True
+        def kernel(inplace: bool, call: Native, out: Native, /, *args: Any, **kwargs: Any) -> Any:
+            thread = get_ident()
+            if thread in inside:
+                return call(*args, **kwargs)
+            inside.add(thread)
             try:
                 began = perf_counter()
-                result = call(below, *args, **kwargs)
+                result = call(*args, **kwargs)
                 seconds = perf_counter() - began
             finally:
-                thread.inside = False
+                inside.discard(thread)
             try:
                 if inplace:
                     kwargs["out"] = args[0]
@@ -200,20 +218,19 @@ class Override:
 
         return kernel
 
-    def _counted(self, op: str, overload: str) -> Callable[..., Any]:
+    def _counted(self, op: str) -> Callable[..., Any]:
         counts = self.counts
-        natives = Natives(overload)
 
-        def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-            below, call, fake = natives[keys.raw_repr()]
-            if thread.inside or fake:
-                return call(below, *args, **kwargs)
+        def kernel(inplace: bool, call: Native, out: Native, /, *args: Any, **kwargs: Any) -> Any:
+            thread = get_ident()
+            if thread in inside:
+                return call(*args, **kwargs)
             counts[op] += 1
-            thread.inside = True
+            inside.add(thread)
             try:
-                return call(below, *args, **kwargs)
+                return call(*args, **kwargs)
             finally:
-                thread.inside = False
+                inside.discard(thread)
 
         return kernel
 
@@ -228,35 +245,35 @@ class Override:
             self._libraries.popitem()[1]._destroy()
 
 
-class Below(NamedTuple):
-    """What is below the override for a set of dispatch keys."""
+def _own_kernels(overload: str) -> list[str]:
+    """The keys of devices at which the overload has kernels that can be overridden one by one."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    # torch.library knows no way to override a kernel for oneDNN's packed tensors.
+    if not hasattr(torch.library, "get_kernel") or has(overload, "MkldnnCPU"):
+        return []
+    return [key for key in _KEYS if has(overload, key)]
 
-    keys: Any  # those that are left
-    call: Native  # takes them and the call's arguments
-    fake: bool  # fake tensors (torch.compile traces with them) run no kernel of a device
+
+def native(overload: str, key: str) -> Native:
+    """The overload's kernel at a dispatch key: a direct call costs half of a second dispatch."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return partial(torch.library.get_kernel(overload, key).call_boxed, keys)
 
 
-class Natives(dict[int, Below]):
-    """The job's own kernels of an overload, by a key set's raw bits."""
+class Natives(dict[int, Native]):
+    """The job's own kernels of an overload below BackendSelect, by a key set's raw bits."""
 
     def __init__(self, overload: str) -> None:
         super().__init__()
-        self._overload = overload
+        space, _, name = overload.partition("::")
+        name, _, form = name.partition(".")
+        packet = getattr(getattr(torch.ops, space), name)
+        self._redispatch = getattr(packet, form or "default")._handle.redispatch_boxed
 
-    def __missing__(self, raw: int) -> Below:
+    def __missing__(self, raw: int) -> Native:
         below = torch._C.DispatchKeySet.from_raw_repr(raw) & _BELOW
-        key = below.highestPriorityTypeId()
-        direct = key in _KERNELS and hasattr(torch.library, "get_kernel")
-        if direct and torch._C._dispatch_has_kernel_for_dispatch_key(self._overload, key.name):
-            # Called directly, the kernel costs half of what a second dispatch does.
-            call: Native = torch.library.get_kernel(self._overload, key).call_boxed
-        else:
-            space, _, name = self._overload.partition("::")
-            name, _, form = name.partition(".")
-            packet = getattr(getattr(torch.ops, space), name)
-            call = getattr(packet, form or "default")._handle.redispatch_boxed
-        self[raw] = native = Below(below, call, below.has(torch._C.DispatchKey.Meta))
-        return native
+        self[raw] = call = partial(self._redispatch, below)
+        return call
 
 
 def signature(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:

@@ -141,17 +141,21 @@ SETTLING_S = 0.2
 def stop_job() -> None:
     """End this process of the job from inside a callback, as sys.exit(0) in the script would.
 
-    The script does not come to its own destroy_process_group(), and a gloo thread that drops its
-    last work while the interpreter shuts down would abort it ("terminate called without an active
-    exception"): so the group is left, and its threads get a moment, before that.
+    The script does not come to its own destroy_process_group(), so the group is left for it.
     """
-    atexit.register(_leave_group)
+    atexit.register(leave_group)
     raise SystemExit(0)
 
 
-def _leave_group() -> None:
+def leave_group() -> None:
+    """Leave torch.distributed's group, if there is one, so that the interpreter can shut down.
+
+    A gloo thread that drops its last work while the interpreter shuts down would abort it
+    ("terminate called without an active exception"), and FSDP's and DDP's models hold the group,
+    whose threads run on: they get a moment before that.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-        time.sleep(SETTLING_S)  # DDP's model still holds the group, so its threads run on
+        time.sleep(SETTLING_S)

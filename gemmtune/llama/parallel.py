@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gemmtune.errors import UsageError
+from gemmtune.job.steps import leave_group
 from gemmtune.llama.model import Block
 from gemmtune.llama.options import Options
 
@@ -88,7 +89,7 @@ def process_group(rank: Rank, device: torch.device, needed: bool) -> Iterator[No
         if rank.world == 1:  # else the others may be in a collective, and this one would wait
             dist.destroy_process_group()
         raise
-    dist.destroy_process_group()
+    leave_group()
 
 
 def initialise(p: Tensor, ordinal: int, seed: int, rank: Rank) -> None:
