@@ -36,9 +36,12 @@ SAMPLE_US = 1_000.0  # a sample lasts at least this long: clocks and timers are 
 LONGEST = 10  # times SAMPLE_US that a sample of the screen may last where there is time to spare
 SCREEN_SHARE = 0.4  # of the time
 MIN_REPEATS, MAX_REPEATS = 5, 40  # of a round of the screen
+NEIGHBOURS = 9  # samples of the screen, one after the other, that tell the machine's state
 SIGMAS = 3.0  # standard errors that count as beyond doubt in the screen, which only selects
 PILOT, MIN_CONFIRM = 8, 12  # repeats of the confirmation: before it is planned, and at least
-MANY, STRETCHES = 400, 24  # repeats of the confirmation that fill its time: samples, stretches
+MANY = 400  # repeats of the confirmation that fill its time, of samples
+STRETCHES = 24, 96  # the same of stretches, where times hardly vary and where they do
+WORTH = 3  # independent samples that a stretch's chunks come to
 STRETCH_US = 1e6  # the longest stretch that an algorithm runs alone
 CHUNKS = 16  # samples in a stretch, so that an interruption spoils one and not the stretch
 SETTLE = 5  # one in so many launches of a stretch comes first and is not counted
@@ -144,9 +147,11 @@ class _Race:
         self.us: dict[int, float] = {}  # the best that is known of each time
         self.spent_us = 0.0
         self.rows: list[list[float]] = []
+        self.places: list[list[int]] = []  # where in its repeat each was timed
         self.failed: dict[int, str] = {}
         self.dropped: dict[int, Verdict] = {}
         self.finalists: list[int] = []
+        self.spread = 0.0  # of the logarithms of an algorithm's times in the screen
         self.entered = 0  # finalists that the confirmation began with
         self.regime = "screen"
 
@@ -168,9 +173,11 @@ class _Race:
     def screen(self, alive: list[int]) -> Stage:
         """Successive halving; what is left of the last round, in the order of preference."""
         budget_us = SCREEN_SHARE * self.task.seconds * 1e6
-        rounds = max(1, math.ceil(math.log2(len(alive) / KEEP)))
-        for number in range(1, rounds + 1):
-            share_us = (budget_us - self.spent_us) / (rounds + 1 - number)
+        number = 0
+        while alive:
+            number += 1
+            rounds = max(1, math.ceil(math.log2(len(alive) / KEEP)))  # this and those to come
+            share_us = (budget_us - self.spent_us) / rounds
             shortest_us = sum(max(SAMPLE_US, self.us[a]) for a in (0, *alive))
             repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(share_us / shortest_us)))
             sample_us = share_us / repeats / (len(alive) + 1)
@@ -182,11 +189,13 @@ class _Race:
             times = trimmed_means(np.asarray(self.rows)[:, [0, *alive]]).tolist()
             self.us |= zip((0, *alive), times, strict=True)
             ranked = self._rank(alive)
-            last = number == rounds
-            alive = ranked if last else ranked[: max(KEEP, math.ceil(len(alive) / 2))]
-            reason = "no gain in the screen" if last else f"round {number} of {rounds}"
-            self._drop(set(self._left(range(1, self.count))) - set(alive), reason)
-        return alive
+            self._drop((a for a in alive if a not in ranked), "no gain in the screen")
+            if rounds == 1:
+                return ranked
+            keep = max(KEEP, math.ceil(len(alive) / 2))
+            self._drop(ranked[keep:], f"round {number} of the screen")
+            alive = ranked[:keep]
+        return []
 
     def verify(self, ranked: list[int]) -> Stage:
         """Whole verification, best first, until KEEP have passed."""
@@ -206,29 +215,33 @@ class _Race:
         A finalist that surely does not clear the least gain is dropped on the way; a winner is
         declared at the end alone.
         """
-        self.entered, self.rows = len(finalists), []
+        self.entered, self.rows, self.places = len(finalists), [], []
         budget_us = self.task.seconds * 1e6
-        most, longest_us = (STRETCHES, STRETCH_US) if self.task.sustained else (MANY, math.inf)
-        each_us = max(0.0, budget_us - self.spent_us) / (len(finalists) + 1) / most
-        sample_us = min(max(each_us, SAMPLE_US), longest_us)
+        each_us = max(0.0, budget_us - self.spent_us) / (len(finalists) + 1)
+        sample_us = max(SAMPLE_US, each_us / MANY)
         if self.task.sustained:
             self.regime = "sustained"
-        planned = wanted = 0
-        look = PILOT
-        while finalists and (len(self.rows) < look or look < planned or not planned):
-            while finalists and len(self.rows) < look:
-                finalists = yield from self.repeat(finalists, sample_us)
+            stretches = (SIGMAS * math.sqrt(2) * self.spread / PRECISION) ** 2 / WORTH
+            stretches = min(max(stretches, STRETCHES[0]), STRETCHES[1])
+            sample_us = max(SAMPLE_US, min(each_us / stretches, STRETCH_US))
+        look, wanted = PILOT, 0
+        while finalists:
+            finalists = yield from self.repeat(finalists, sample_us)
+            done = len(self.rows)
+            next_us = sum(max(sample_us, self.us[a]) for a in (0, *finalists))
+            over = done >= MIN_CONFIRM and self.spent_us + next_us > budget_us
+            if done < look and not over:
+                continue
             for a in finalists:
                 if self._interval(a, FUTILE).high < 1 + self.task.min_gain:
                     self._drop([a], "no gain when confirmed")
             finalists = self._left(finalists)
             # Half of an interval of 68 % is about a standard error.
             error = max((self._interval(a, 0.68).half_width for a in finalists), default=0.0)
-            wanted = wanted or math.ceil(look * (SIGMAS * error / PRECISION) ** 2)
-            one_us = sum(max(sample_us, self.us[a]) for a in (0, *finalists))
-            more = max(0, int((budget_us - self.spent_us) / one_us))
-            planned = max(MIN_CONFIRM, min(wanted, look + more))
-            look = min(planned, look + max(PILOT, planned // 4))
+            wanted = wanted or max(MIN_CONFIRM, math.ceil(done * (SIGMAS * error / PRECISION) ** 2))
+            if over or done >= wanted:
+                break
+            look = min(wanted, done + max(PILOT, done // 4))
         self.finalists = finalists
         return finalists
 
@@ -236,7 +249,9 @@ class _Race:
         """Time the default and each of `algos` once, in random order; those that are left."""
         order = [0, *algos]
         self.rng.shuffle(order)
-        row = [math.nan] * self.count
+        row, places = [math.nan] * self.count, [0] * self.count
+        for place, a in enumerate(order):
+            places[a] = place
         launches = {a: max(1, round(sample_us / self.us[a])) for a in order}
         if self.regime == "sustained":
             for a in order:
@@ -247,6 +262,7 @@ class _Race:
             for a, us in zip(order, times, strict=True):
                 row[a] = us
         self.rows.append(row)
+        self.places.append(places)
         return self._left(algos)
 
     def verdicts(self) -> list[Verdict]:
@@ -286,15 +302,13 @@ class _Race:
     def _rank(self, alive: Sequence[int]) -> list[int]:
         """Those that may be faster, the best first; of equals one in three goes by its index.
 
-        Times are compared within repeats: of each row's logarithms the median is taken off.
         Where several beat the default beyond doubt and none of them the best one, those of the
         lowest indices, one of which `choose` would take, get a third of the places.
         """
-        logs = np.log(np.asarray(self.rows)[:, [0, *alive]])
-        logs -= np.median(logs, axis=1, keepdims=True)
-        centres = trimmed_means(logs)
-        spread = 1.4826 * float(np.median(np.abs(logs - centres)))
-        doubt = SIGMAS * spread * math.sqrt(2 / len(logs))
+        entrants = [0, *alive]
+        logs, at = np.log(np.asarray(self.rows)[:, entrants]), np.asarray(self.places)[:, entrants]
+        centres, self.spread = _effects(logs, np.argsort(at, axis=1))
+        doubt = SIGMAS * self.spread * math.sqrt(2 / len(logs))
         gains = dict(zip(alive, (centres[0] - centres[1:]).tolist(), strict=True))
         least = math.log1p(self.task.min_gain)
         ranked = sorted((a for a in alive if gains[a] + doubt > least), key=lambda a: -gains[a])
@@ -327,6 +341,25 @@ class _Race:
         confidence = 1 - (1 - CONFIDENCE) / max(self.entered, 1)
         intervals = {a: self._interval(a, confidence) for a in sorted(self.finalists)}
         return choose(intervals, self.task.min_gain)
+
+
+def _effects(logs: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, float]:
+    """Each column's typical logarithm against the machine's state, and the spread about it.
+
+    `logs`: a row a repeat, a column an algorithm; `order`: the columns in the order in which they
+    were timed. The state at a sample is the median of what its neighbours in time have over their
+    own algorithms' typical values, and so follows a clock that drifts or falls within a repeat.
+    """
+    effects = trimmed_means(logs - np.median(logs, axis=1, keepdims=True))
+    width = min(NEIGHBOURS, order.size - 1 + order.size % 2)
+    for _ in range(2):
+        rest = np.take_along_axis(logs - effects, order, axis=1).ravel()
+        padded = np.pad(rest, width // 2, mode="edge")
+        state = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=1)
+        level = np.empty_like(logs)
+        np.put_along_axis(level, order, state.reshape(logs.shape), axis=1)
+        effects = trimmed_means(logs - level)
+    return effects, 1.4826 * float(np.median(np.abs(logs - level - effects)))
 
 
 def _stretch(algo: int, launches: int, stretch_us: float) -> list[Ask]:
