@@ -94,9 +94,7 @@ class Clock:
         return low
 
 
-def run(
-    asks: Generator[list[Ask], list[Answer], list[Verdict]], clock: Clock
-) -> list[Verdict]:
+def run(asks: Generator[list[Ask], list[Answer], list[Verdict]], clock: Clock) -> list[Verdict]:
     """The verdicts of a search whose questions the clock answers."""
     batch = next(asks)
     while True:

@@ -56,7 +56,7 @@ def test_the_clock_has_the_quartiles_that_were_measured(world):
         ratios.append(times[::2] / times[1::2])
     quartiles = np.quantile(np.concatenate(ratios), [0.25, 0.75])
     assert quartiles == pytest.approx([0.986, 1.015], abs=0.002)
-    logs = np.log(times)
+    logs = np.clip(np.log(times / np.median(times)), -0.05, 0.05)  # spikes aside
     assert np.corrcoef(logs[1:], logs[:-1])[0, 1] > 0.2
 
 
@@ -77,18 +77,18 @@ def test_small_gains_are_found_among_99_that_have_none(world, gain, share):
 @pytest.mark.slow
 def test_without_a_least_gain_the_confidence_alone_keeps_the_default():
     """The hardest case: every candidate is exactly as good as what a winner has to beat."""
-    _, wrong = outcomes(400, clock.ROUGH, candidates=12, min_gain=0.0, seconds=1.0)
-    assert upper_limit(wrong, 400) <= 0.02
+    _, wrong = outcomes(1000, clock.ROUGH, candidates=12, min_gain=0.0, seconds=0.5)
+    assert upper_limit(wrong, 1000) <= 0.02  # half of 1 %, the side that favours a candidate
 
 
 def test_the_interval_of_the_ratio_holds_under_drift_and_throttling():
     missed = 0
-    for seed in range(300):
+    for seed in range(800):
         device = clock.Clock([100.0, 98.0], seed, clock.ROUGH)
         task = Task(scripted.gemm(31), 0.4, bool(seed % 2), 0.005, seed)
         verdict = clock.run(search(2, task), device)[1]
         missed += not verdict.ratio.low <= 100 / 98 <= verdict.ratio.high
-    assert upper_limit(missed, 300) <= 0.03  # an interval of 99 %
+    assert upper_limit(missed, 800) <= 0.025  # an interval of 99 %
 
 
 def test_two_sweeps_agree_on_which_of_equals_to_take():

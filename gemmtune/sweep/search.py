@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -171,9 +172,9 @@ class _Race:
         return self._left(range(1, self.count))
 
     def screen(self, alive: list[int]) -> Stage:
-        """Successive halving; what is left of the last round, in the order of preference."""
+        """Successive halving; all that may be faster, in the order of preference."""
         budget_us = SCREEN_SHARE * self.task.seconds * 1e6
-        number = 0
+        number, reserve = 0, list[int]()
         while alive:
             number += 1
             rounds = max(1, math.ceil(math.log2(len(alive) / KEEP)))  # this and those to come
@@ -191,11 +192,11 @@ class _Race:
             ranked = self._rank(alive)
             self._drop((a for a in alive if a not in ranked), "no gain in the screen")
             if rounds == 1:
-                return ranked
+                return ranked + reserve
             keep = max(KEEP, math.ceil(len(alive) / 2))
             self._drop(ranked[keep:], f"round {number} of the screen")
-            alive = ranked[:keep]
-        return []
+            alive, reserve = ranked[:keep], ranked[keep:] + reserve
+        return reserve
 
     def verify(self, ranked: list[int]) -> Stage:
         """Whole verification, best first, until KEEP have passed."""
@@ -203,10 +204,11 @@ class _Race:
         while ranked and len(passed) < KEEP:
             missing = KEEP - len(passed)
             batch, ranked = ranked[:missing], ranked[missing:]
+            self.dropped = {a: v for a, v in self.dropped.items() if a not in batch}
             self.rng.shuffle(batch)
             yield from self._ask([Ask(WHOLE, a) for a in batch])
             passed += self._left(batch)
-        self._drop(ranked, "last round of the screen")
+        self._drop(self._left(ranked), "last round of the screen")
         return sorted(passed)
 
     def confirm(self, finalists: list[int]) -> Stage:
@@ -302,8 +304,8 @@ class _Race:
     def _rank(self, alive: Sequence[int]) -> list[int]:
         """Those that may be faster, the best first; of equals one in three goes by its index.
 
-        Where several beat the default beyond doubt and none of them the best one, those of the
-        lowest indices, one of which `choose` would take, get a third of the places.
+        Where several beat the default beyond doubt and the best of them does not clear the
+        others, those of the lowest indices, one of which `choose` would take, get their third.
         """
         entrants = [0, *alive]
         logs, at = np.log(np.asarray(self.rows)[:, entrants]), np.asarray(self.places)[:, entrants]
@@ -315,7 +317,8 @@ class _Race:
         if not ranked:
             return []
         best = gains[ranked[0]]
-        equal = sorted(a for a in ranked if gains[a] - doubt > least and gains[a] + doubt > best)
+        surely = [a for a in ranked if gains[a] - doubt > least]
+        equal = sorted(a for a in surely if gains[a] + doubt + least >= best)
         order: list[int] = []
         for a in ranked:
             if a not in order:
@@ -369,5 +372,5 @@ def _stretch(algo: int, launches: int, stretch_us: float) -> list[Ask]:
     longest = max(1, int(stretch_us * (1 - 1 / SETTLE) / (SAMPLE_US / 2)))
     chunks = min(CHUNKS, counted, longest)
     ends = [counted * i // chunks for i in range(chunks + 1)]
-    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(ends)]
     return [Ask(TIME, algo, size, 0 if i else settle) for i, size in enumerate(sizes)]
