@@ -77,18 +77,18 @@ def test_small_gains_are_found_among_99_that_have_none(world, gain, share):
 @pytest.mark.slow
 def test_without_a_least_gain_the_confidence_alone_keeps_the_default():
     """The hardest case: every candidate is exactly as good as what a winner has to beat."""
-    _, wrong = outcomes(1000, clock.ROUGH, candidates=12, min_gain=0.0, seconds=0.5)
-    assert upper_limit(wrong, 1000) <= 0.02  # half of 1 %, the side that favours a candidate
+    _, wrong = outcomes(600, clock.ROUGH, candidates=12, min_gain=0.0, seconds=0.5)
+    assert upper_limit(wrong, 600) <= 0.02  # half of 1 %, the side that favours a candidate
 
 
 def test_the_interval_of_the_ratio_holds_under_drift_and_throttling():
     missed = 0
-    for seed in range(800):
+    for seed in range(600):
         device = clock.Clock([100.0, 98.0], seed, clock.ROUGH)
         task = Task(scripted.gemm(31), 0.4, bool(seed % 2), 0.005, seed)
         verdict = clock.run(search(2, task), device)[1]
         missed += not verdict.ratio.low <= 100 / 98 <= verdict.ratio.high
-    assert upper_limit(missed, 800) <= 0.025  # an interval of 99 %
+    assert upper_limit(missed, 600) <= 0.025  # an interval of 99 %
 
 
 def test_two_sweeps_agree_on_which_of_equals_to_take():
