@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -26,7 +25,6 @@ from gemmtune.cli import main
 from gemmtune.errors import BackendError, Incompatible
 from gemmtune.gemm import Algo, Gemm
 from gemmtune.replay.plan import Plan
-from gemmtune.stats import Interval
 from gemmtune.sweep import operands, run, search, verify
 from gemmtune.sweep.measure import Task, measure
 from gemmtune.sweep.worker import NO_ALGO, measure_apart
@@ -157,54 +155,6 @@ def test_a_tie_and_a_gain_below_the_least_keep_the_default():
 def test_what_does_not_matter_is_decided_by_the_screen():
     rows = rows_of(scripted.gemm(32), sustained=False)
     assert rows["fast"].status == "winner" and rows["fast"].regime == "screen"
-
-
-def test_choose_takes_the_highest_low_end_that_clears_the_gain():
-    a, b, c = (Algo(i, i, name) for i, name in enumerate("abc"))
-    intervals = {
-        a: Interval(1.3, 1.0, 1.6),
-        b: Interval(1.1, 1.08, 1.12),
-        c: Interval(1.2, 1.05, 2),
-    }
-    assert search.choose(intervals, 0.005) == b
-    assert search.choose({a: intervals[a]}, 0.005) is None
-    assert search.choose({b: intervals[b]}, 0.08) is None
-    assert search.choose({}, 0.0) is None
-
-
-def test_halving_keeps_the_best_in_few_launches():
-    default, *algos = (Algo(i, i, str(i)) for i in range(65))
-    noise, calls = random.Random(0), []
-
-    def sample(algo: Algo, launches: int) -> float:
-        calls.append(algo)
-        return (100.0 - (5 if algo.algo_id == 40 else 0)) * (1 + noise.gauss(0, 0.005))
-
-    first = dict.fromkeys((default, *algos), 100.0)
-    screened = search.screen(default, first, sample, 1e6, random.Random(1))
-    assert screened.finalists[0].algo_id == 40 and len(screened.finalists) == search.KEEP
-    assert set(screened.finalists) | set(screened.dropped) == set(algos)
-    full = len(algos) * search.MAX_REPEATS * 5
-    assert len(calls) < full / 4
-
-
-def test_each_repeat_times_all_in_a_random_order_that_the_seed_gives():
-    default, *others = (Algo(i, i, str(i)) for i in range(4))
-    orders = []
-    for seed in (0, 0, 1):
-        calls: list[Algo] = []
-        search.race(
-            default,
-            others,
-            lambda a, n, calls=calls: calls.append(a) or 1.0,
-            dict.fromkeys((default, *others), 2),
-            repeats=6,
-            rng=random.Random(seed),
-        )
-        rounds = [tuple(calls[i : i + 4]) for i in range(0, 24, 4)]
-        assert all(set(r) == {default, *others} for r in rounds) and len(set(rounds)) > 1
-        orders.append(rounds)
-    assert orders[0] == orders[1] != orders[2]
 
 
 # ----------------------------------------------------------------------------------------- operands
