@@ -35,7 +35,7 @@ SCRIPT = {
     43: {"no-memory": 0.5, "fast": 0.8, "torch-no-memory": 0.5, "oom-killed": 0.5},
     44: {"backwards": 0.5, "stands-still": 0.5, "no-number": 0.5, "set-back-once": 0.8},
     45: {"dies-timed": 0.5, "fast": 0.8, "tie": 1.0},
-    46: {"ruins": 0.5, "fast": 0.8},
+    46: {"ruins": 2.0, "fast": 0.8},
 }
 DEFAULT_US = 100.0
 LAUNCHES = itertools.count()

@@ -1,10 +1,9 @@
-"""Faults injected into a sweep: each costs one algorithm, or ends in one clear line and a resume."""
+"""Faults injected into a sweep: each costs one algorithm, or ends in one line and a resume."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -198,14 +197,18 @@ def test_no_room_for_the_tables_keeps_the_samples(tmp_path, monkeypatch):
 
 
 def test_a_device_that_is_full_is_said(tmp_path):
-    (tmp_path / "candidates.samples.jsonl").symlink_to("/dev/full")
-    with pytest.raises(UsageError, match="cannot write .*samples.jsonl: "):
-        sweep(tmp_path, scripted.gemm(31))
+    paths = tmp_path / "candidates.csv", "/dev/full"
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"cannot write /dev/full: No space left on device; w"):
+            run.sweep(shapes(scripted.gemm(31)), Scripted(), *paths, QUICK)
+    (tmp_path / "more.samples.jsonl").symlink_to("/dev/full")
+    with pytest.raises(UsageError, match=r"cannot keep samples in .*: it is no plain file"):
+        run.sweep(shapes(scripted.gemm(31)), Scripted(), tmp_path / "more.csv", "/dev/full", QUICK)
 
 
 def test_a_folder_that_cannot_be_written_is_said_before_anything_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *a: False)  # root may write anywhere
-    with pytest.raises(UsageError, match="cannot write .*: name a file in a folder that you may"):
+    with pytest.raises(UsageError, match=r"cannot write .*: name a file in a folder that you may"):
         sweep(tmp_path, scripted.gemm(31))
     assert not list(tmp_path.iterdir())
 
@@ -228,7 +231,3 @@ def test_a_second_sweep_on_one_output_is_refused_and_does_no_harm(tmp_path):
     assert second.returncode == 2 and f"another sweep (pid {first.pid}) is writing" in line
     held = journal.read(samples)
     assert held.begun == 1 and held.pid == first.pid
-
-
-def test_a_limit_on_file_sizes_is_an_error_and_no_signal():
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -98,10 +99,8 @@ def test_whatever_is_no_journal_is_said_in_a_line_that_names_its_place(tmp_path,
         assert f"{path}:" in str(e) and "\n" not in str(e) and "--fresh" in str(e)
     else:
         for record in held.records.values():
-            try:
+            with contextlib.suppress(results.Diverged, results.Unfinished):
                 results.rows_of(record, 0.005)
-            except (results.Diverged, results.Unfinished):
-                pass
     finally:
         path.write_bytes((tmp_path / "whole").read_bytes())
 
@@ -124,7 +123,7 @@ def test_two_writers_are_one_too_many(tmp_path):
     Journal(tmp_path / "j").__exit__()
 
 
-# -------------------------------------------------------------------------------------------- sweeps
+# ------------------------------------------------------------------------------------------- sweeps
 
 
 def shapes(*gemms: Gemm) -> table.Table[table.Shape]:

@@ -20,6 +20,7 @@ import fcntl
 import json
 import math
 import os
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -201,6 +202,9 @@ def lock(path: PathLike, create: bool = False) -> int:
         except OSError as e:
             verb = "write" if create else "read"
             raise UsageError(f"cannot {verb} {path}: {e.strerror}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise UsageError(f"cannot keep samples in {path}: it is no plain file")
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

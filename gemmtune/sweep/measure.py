@@ -6,7 +6,6 @@ search.py.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from typing import NamedTuple
@@ -49,7 +48,8 @@ class Bench:
         self._first = operands.draw(gemm, seed, backend.device)
         self._launches: dict[int, Launch] = {}
         self._checker: Checker | None = None
-        self._rotated: list[Operands] = []
+        self._sets: list[Operands] = []
+        self._next = 0
 
     def answer(self, number: int, ask: Ask) -> Answer:
         """The answer to question `number`, counted over the Gemm; its reason says what failed."""
@@ -77,14 +77,9 @@ class Bench:
         if ask.kind == WHOLE:
             return self._judge(WHOLE, launch) or ("", 0.0)
         assert ask.kind == TIME
-        sets = self._sets()
-        # Where in the rotation a question starts depends on it alone, not on who answers it.
-        start = number * (ask.launches + ask.settle) % len(sets)
-        turned = sets[start:] + sets[:start]
         if warm := ask.settle or (1 if fresh else 0):
-            self.backend.time_us(launch, turned, warm)
-        turned = turned[ask.settle % len(sets) :] + turned[: ask.settle % len(sets)]
-        return self._time(number, launch, turned, ask.launches, 1)
+            self.backend.time_us(launch, self._turned(warm), warm)
+        return self._time(number, launch, self._turned(ask.launches), ask.launches, 1)
 
     def _judge(self, kind: str, launch: Launch) -> tuple[str, float] | None:
         if self._checker is None:
@@ -113,14 +108,13 @@ class Bench:
                 return f"clock: a launch took {us:g} us", 0.0
         return "", min(found)
 
-    def _sets(self) -> list[Operands]:
-        if not self._rotated:
+    def _turned(self, launches: int) -> list[Operands]:
+        """The sets to rotate through, each call starting where the one before it ended."""
+        if not self._sets:
             count = operands.rotation(self.gemm, operands.cache_bytes(self.backend.device))
-            self._rotated = operands.copies(self._first, count)
-            # A collection in the midst of a sample would be counted as the algorithm's.
-            gc.collect()
-            gc.disable()
-        return self._rotated
+            self._sets = operands.copies(self._first, count)
+        start, self._next = self._next, (self._next + launches) % len(self._sets)
+        return self._sets[start:] + self._sets[:start]
 
 
 def _why(e: BaseException) -> str:
