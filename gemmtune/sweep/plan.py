@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -96,7 +97,7 @@ class Purse:
 
     def __init__(self, plan: Plan, options: Options) -> None:
         self._plan, self._budget_s = plan, options.budget_s
-        self._overhead_s, self._measured = START_S, 0
+        self._beside_s = [START_S]
 
     def seconds(self, todo: list[Gemm], spent_s: float) -> float:
         """Of timing for the first of `todo`; 0 where the budget does not suffice any more."""
@@ -117,6 +118,9 @@ class Purse:
 
     def took(self, wall_s: float, timing_s: float) -> None:
         """A Gemm is done: its time, and that of it in which it was timed."""
-        beside = max(0.0, wall_s - timing_s)
-        self._measured += 1
-        self._overhead_s += (beside - self._overhead_s) / self._measured
+        self._beside_s.append(max(0.0, wall_s - timing_s))
+
+    @property
+    def _overhead_s(self) -> float:
+        # The first worker also waits for torch to be loaded, which is no later Gemm's to pay.
+        return statistics.median_low(self._beside_s)
