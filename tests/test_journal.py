@@ -189,6 +189,14 @@ def test_another_seed_or_another_search_measures_anew_and_says_so(tmp_path):
     assert len(path.read_text().split('"begin"')) == 4  # nothing that was measured is lost
 
 
+def test_a_kill_before_the_reason_of_a_failure_is_no_failure(tmp_path):
+    with Journal(tmp_path / "j") as kept:
+        kept.start({})
+        kept.begin(TASK, 1, 0.1, [])
+    with pytest.raises(results.Unfinished):
+        results.rows_of(journal.read(tmp_path / "j").records[TASK.gemm], 0.005)
+
+
 ANEW = "1 Gemms are measured anew: the questions have changed"
 
 

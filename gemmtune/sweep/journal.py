@@ -123,7 +123,7 @@ class Journal:
             os.ftruncate(self._fd, self._end)
         except OSError as e:
             self._cannot(e)
-        if provenance != self.held.provenance:
+        if not self._end or provenance != self.held.provenance:
             self._write({"provenance": dict(provenance)})
             self.held.provenance = dict(provenance)
         self._write({"session": {"pid": os.getpid(), "version": __version__}})

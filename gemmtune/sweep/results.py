@@ -120,6 +120,8 @@ def rows_of(record: Record, min_gain: float) -> list[Candidate]:
 
     if record.failed:
         return failed_rows(record.task.gemm, record.failed)
+    if not record.choices:  # a kill came before the reason why there are none
+        raise Unfinished
     try:
         verdicts = conduct(record.task, len(record.choices), record.answered, missing)
     except BackendError as e:

@@ -218,7 +218,7 @@ class _Sweep:
         with Workers(self.backend, gemm, options.seed, *more) as workers:
             try:
                 choices = workers.choices()
-                if record is not None and record.choices != choices:
+                if record is not None and record.choices not in ([], choices):
                     self._tell(todo, note=f"{gemm} is measured anew: its algorithms have changed")
                 if record is None or record.choices != choices:
                     record = log.begin(task, self.plan.calls[gemm], share, choices)
