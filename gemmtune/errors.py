@@ -23,6 +23,10 @@ class BackendError(GemmtuneError):
     """A backend or a library call failed."""
 
 
+class WorkerError(GemmtuneError):
+    """No worker process can be started on this machine: nothing can be measured."""
+
+
 class JobError(GemmtuneError):
     """The user's job could not be started, or ended before anything was learnt from it."""
 

@@ -7,10 +7,14 @@ Run as a program it sweeps a shapes file with this backend, for tests that kill 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import random
+import signal
 import sys
 import time
+
+import torch
 
 from gemmtune.gemm import Algo, Gemm
 
@@ -26,9 +30,16 @@ SCRIPT = {
     38: {"aborts": 0.5},
     39: {"hangs": 0.5},
     40: {"naps": 1.0},
+    41: {"segfaults": 0.5, "fast": 0.8, "exits": 0.5, "aborts": 0.5, "nan": 0.5, "wrong": 0.5},
+    42: {"hangs": 0.5, "fast": 0.8},
+    43: {"no-memory": 0.5, "fast": 0.8, "torch-no-memory": 0.5, "oom-killed": 0.5},
+    44: {"backwards": 0.5, "stands-still": 0.5, "no-number": 0.5, "set-back-once": 0.8},
+    45: {"dies-timed": 0.5, "fast": 0.8, "tie": 1.0},
+    46: {"ruins": 2.0, "fast": 0.8},
 }
 DEFAULT_US = 100.0
 LAUNCHES = itertools.count()
+RUINED: list[object] = []  # an algorithm that has corrupted this process, of which others die
 
 
 def gemm(m: int, n: int = 24, k: int = 16, *, beta: int = 0, pad: int = 0) -> Gemm:
@@ -43,7 +54,6 @@ class Scripted:
 
     def __init__(self, library: str = "scripted 1", cap: int = 0) -> None:
         self._library, self._cap = library, cap
-        self._noise = random.Random(0)
 
     def dev_cap(self) -> int:
         return self._cap
@@ -64,16 +74,35 @@ class Scripted:
         return Launcher(algo.config, gemm)
 
     def time_us(self, launch: Launcher, operands, launches: int) -> float:
-        """From the script, with one per cent of noise; nothing is launched and no clock read."""
+        """From the script, with one per cent of noise; nothing is launched and no clock read.
+
+        The noise follows from the question alone: `random` is seeded with its number.
+        """
         share = SCRIPT[launch.gemm.m].get(launch.config, 1.0)
-        return DEFAULT_US * share * (1 + self._noise.gauss(0, 0.01))
+        us = DEFAULT_US * share * (1 + random.gauss(0, 0.01))
+        match launch.config:
+            case "backwards":
+                return -us
+            case "stands-still":
+                return 0.0
+            case "no-number":
+                return math.nan
+            case "set-back-once" if next(LAUNCHES) == 0:
+                return -us
+            case "ruins" if launches == 1:
+                RUINED.append(launch)
+            case "default" if RUINED:
+                os.abort()
+            case "dies-timed" if launches > 1:
+                os.kill(os.getpid(), signal.SIGSEGV)
+        return us
 
 
 class Launcher:
     def __init__(self, config: str, gemm: Gemm) -> None:
         self.config, self.gemm = config, gemm
 
-    def __call__(self, o) -> None:
+    def __call__(self, o) -> None:  # noqa: PLR0912
         value = o.x @ o.w
         match self.config:
             case "unwritten":
@@ -99,6 +128,18 @@ class Launcher:
                 os.abort()
             case "hangs":
                 time.sleep(600)
+            case "segfaults":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case "exits":
+                os._exit(3)
+            case "nan":
+                value[0, 0] = math.nan
+            case "no-memory":
+                raise MemoryError
+            case "torch-no-memory":
+                torch.empty(1 << 60)
+            case "oom-killed":
+                os.kill(os.getpid(), signal.SIGKILL)
             case "naps":
                 time.sleep(0.1)
         o.d.copy_(value if o.c is None else value + o.c)
@@ -108,7 +149,8 @@ if __name__ == "__main__":
     from gemmtune import table
     from gemmtune.sweep import run
 
-    shapes, folder = sys.argv[1:]
+    shapes, folder, *more = sys.argv[1:]
     read = table.read(shapes, table.Shape)
     paths = f"{folder}/candidates.csv", f"{folder}/tuned.csv"
-    run.sweep(read, Scripted(), *paths, run.Options(seconds_per_shape=0.01))
+    options = run.Options(seconds_per_shape=0.01, timeout_s=float(more[0]) if more else None)
+    run.sweep(read, Scripted(), *paths, options)

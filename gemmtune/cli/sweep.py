@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
-    from gemmtune.sweep.run import Event, Line, Summary
+    from gemmtune.gemm import Gemm
+    from gemmtune.sweep.plan import Options
+    from gemmtune.sweep.results import Line, Summary
+    from gemmtune.sweep.run import Event
 
 
 def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
@@ -28,13 +32,23 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return number / 100
 
 
+def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float:
+    """A duration such as 90s, 10m or 1h30m, in seconds; 0 where there is none."""
+    from gemmtune.sweep.budget import parse_duration
+
+    try:
+        return parse_duration(value) if value is not None else 0.0
+    except ValueError as e:
+        raise click.BadParameter(str(e)) from None
+
+
 @click.command(epilog="Example:  gemmtune sweep shapes.csv -o tuned.csv --seconds-per-shape 2")
-@click.argument("shapes", type=click.Path(dir_okay=False))
+@click.argument("shapes", type=click.Path(dir_okay=False), required=False)
 @click.option("-o", "--output", default="tuned.csv", show_default=True, help="The tuned table.")
 @click.option(
     "--candidates",
-    help="Everything that was measured; an interrupted sweep goes on from it.  "
-    "[default: candidates.csv beside the tuned table]",
+    help="What became of every algorithm; NAME.samples.jsonl beside it keeps every sample, and an "
+    "interrupted sweep goes on from there.  [default: candidates.csv beside the tuned table]",
 )
 @click.option(
     "--backend", default="auto", show_default=True, help="auto: what fits this machine; or cpu."
@@ -54,7 +68,20 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
     show_default=True,
     help="Timing for each GEMM of 2 % of the GEMM time or more; the others get a third.",
 )
-@click.option("--top", type=click.IntRange(1), help="Only the N GEMMs that take the most time.")
+@click.option(
+    "--budget",
+    callback=seconds,
+    metavar="TIME",
+    help="For the whole sweep, in place of --seconds-per-shape: 90s, 10m, 1h30m. Shared out by "
+    "each GEMM's share of the step's GEMM time; an interrupted sweep's time counts.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Only the N GEMMs that take the most time.",
+)
 @click.option(
     "--threads", type=click.IntRange(1), help="CPU threads.  [default: as captured in the job]"
 )
@@ -72,21 +99,28 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
     show_default=True,
     help="any: also algorithms that compute in a wider type, which changes the numbers.",
 )
-@click.option("--fresh", is_flag=True, help="Measure all anew; candidates are overwritten.")
+@click.option("--fresh", is_flag=True, help="Measure all anew; the old samples are kept as *.old.")
+@click.option(
+    "--reanalyse",
+    is_flag=True,
+    help="Measure nothing: both tables anew from the samples kept, e.g. with another --min-gain.",
+)
 @click.option("--force", is_flag=True, help="Sweep a GPU's shapes on a CPU (with --backend cpu).")
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON.")
 def sweep(
-    shapes: str,
+    shapes: str | None,
     output: str,
     candidates: str | None,
     backend: str,
     min_gain: float,
     seconds_per_shape: float,
-    top: int | None,
+    budget: float,
+    top: int,
     threads: int | None,
     seed: int,
     numerics: str,
     fresh: bool,
+    reanalyse: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -95,38 +129,96 @@ def sweep(
     Every algorithm is checked against float64 before it is timed. Interrupt at any time: the same
     command goes on where it stopped.
     """
-    from gemmtune import table
-    from gemmtune.backends import base
-    from gemmtune.sweep import run
+    from gemmtune.sweep import plan, run
 
-    read = table.read(shapes, table.Shape)
-    chosen = base.get(base.detect() if backend == "auto" else backend)
-    chosen.numerics = numerics
     path = candidates or str(Path(output).with_name("candidates.csv"))
-    options = run.Options(
-        min_gain=min_gain,
-        seconds_per_shape=seconds_per_shape,
-        top=top or 0,
-        threads=threads,
-        seed=seed,
-        fresh=fresh,
-        force=force and backend == "cpu",
-    )
-    plan = run.make_plan(read.rows, chosen, options)
-    count = run.thread_count(read.provenance, options)
-    say(
-        f"{len(plan.tasks)} GEMM{'s' * (len(plan.tasks) != 1)} on {chosen.name}, "
-        f"{count} thread{'s' * (count != 1)}: about {duration(plan.seconds)} "
-        f"(less what {path} already holds)"
-    )
-    for gemm, reason in plan.unsupported.items():
-        say(f"left out: {gemm}: {reason}")
-    with show(plan.seconds, len(plan.tasks)) as progress:
-        summary = run.sweep(read, chosen, path, output, options, progress)
+    if reanalyse:
+        summary = run.reanalyse(path, output, min_gain)
+    elif shapes is None:
+        raise click.UsageError("Missing argument 'SHAPES' (only --reanalyse goes without).")
+    else:
+        options = plan.Options(
+            min_gain=min_gain,
+            seconds_per_shape=seconds_per_shape,
+            top=top,
+            threads=threads,
+            seed=seed,
+            fresh=fresh,
+            force=force and backend == "cpu",
+            budget_s=budget,
+        )
+        summary = measure(shapes, backend, numerics, path, output, options)
     if as_json:
         click.echo(json.dumps(as_dict(summary), indent=1))
     else:
         print_summary(summary)
+
+
+def measure(
+    shapes: str, backend: str, numerics: str, candidates: str, output: str, options: Options
+) -> Summary:
+    """Say how long it will take, then sweep, with a bar."""
+    from gemmtune import table
+    from gemmtune.backends import base
+    from gemmtune.sweep import run
+    from gemmtune.sweep.journal import path_beside
+    from gemmtune.sweep.plan import make_plan
+
+    samples = path_beside(candidates)
+    read = table.read(shapes, table.Shape)
+    chosen = base.get(base.detect() if backend == "auto" else backend)
+    chosen.numerics = numerics
+    plan = make_plan(read.rows, chosen, options)
+    count = run.thread_count(read.provenance, options)
+    swept = [gemm for gemm in plan.gemms if plan.seconds[gemm]]
+    say(
+        f"{len(swept)} GEMM{'s' * (len(swept) != 1)} on {chosen.name}, "
+        f"{count} thread{'s' * (count != 1)}: about {duration(plan.total_s)} "
+        f"(less what {samples} already holds)"
+    )
+    for gemm, reason in plan.unsupported.items():
+        say(f"left out: {gemm}: {reason}")
+    if plan.beyond:
+        say(f"left out: {left_out(plan.beyond, plan.share(plan.beyond))}: --top {options.top}")
+    short = [gemm for gemm in plan.gemms if not plan.seconds[gemm]]
+    if short:
+        say(f"will hardly be reached: {left_out(short, plan.share(short))}: a longer --budget")
+    with (
+        stoppable(samples),
+        show(plan.total_s, len(plan.gemms)) as progress,
+    ):
+        return run.sweep(read, chosen, candidates, output, options, progress)
+
+
+def left_out(gemms: Collection[Gemm], share: float) -> str:
+    """How many GEMMs, and what they stand for."""
+    return f"{len(gemms)} GEMM{'s' * (len(gemms) != 1)} with {100 * share:.2g}% of the GEMM time"
+
+
+@contextmanager
+def stoppable(samples: Path) -> Iterator[None]:
+    """End at Ctrl-C or SIGTERM with one line: what is kept, and the command that goes on."""
+
+    def terminate(number: int, frame: object) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except (KeyboardInterrupt, Terminated) as e:
+        words = [word for word in sys.argv[1:] if word != "--fresh"]
+        say(
+            f"gemmtune: interrupted; what was measured is kept in {samples}; to go on: "
+            f"{shlex.join(('gemmtune', *words))}"
+        )
+        code = signal.SIGTERM if isinstance(e, Terminated) else signal.SIGINT
+        click.get_current_context().exit(128 + code)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Terminated(BaseException):
+    """SIGTERM has come."""
 
 
 def say(text: str) -> None:
@@ -166,6 +258,8 @@ def show(seconds: float, total: int) -> Iterator[Callable[[Event], None]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     def plain(event: Event) -> None:
+        if event.note:
+            say(event.note)
         if event.line:
             left = duration(event.seconds_left)
             text = f"{event.gemm}  {gain(event.line)} {name(event.line)}".rstrip()
@@ -186,6 +280,8 @@ def show(seconds: float, total: int) -> Iterator[Callable[[Event], None]]:
         def live(event: Event) -> None:
             left = duration(event.seconds_left)
             text = escape(str(event.gemm))
+            if event.note:
+                bar.console.print(escape(event.note))
             bar.update(task, completed=event.done, left=left, description=text)
             if event.line and (event.line.gain or event.line.reason):
                 bar.console.print(f"{text}  {escape(gain(event.line))} {name(event.line)}")
@@ -237,14 +333,20 @@ def verdict(summary: Summary) -> str:
 def remarks(summary: Summary) -> Iterator[str]:
     """Where things are, what is missing, and what to do next."""
     if summary.resumed:
-        yield f"{summary.resumed} GEMMs were held by {summary.candidates} and not measured again."
-    if summary.skipped:
-        yield f"{summary.skipped} smaller GEMMs were not swept (--top)."
+        yield f"{summary.resumed} GEMMs were held by {summary.journal} and not measured again."
+    if summary.beyond:
+        share = sum(summary.beyond.values())
+        yield f"{left_out(summary.beyond, share)} were not swept: raise --top for them."
+    if summary.unswept:
+        share = sum(summary.unswept.values())
+        yield f"{left_out(summary.unswept, share)} are not done: the same command, with a longer "
+        yield "--budget where it has one, goes on with"
+        yield from (f"  {gemm}  {100 * part:.2g}%" for gemm, part in summary.unswept.items())
     if summary.failed:
         yield f"{len(summary.failed)} GEMMs could not be measured; --fresh tries them again."
     if summary.unsupported:
         yield f"{len(summary.unsupported)} GEMMs were left out: this backend cannot run them."
-    yield f"Wrote {summary.tuned} and {summary.candidates}."
+    yield f"Wrote {summary.tuned} and {summary.candidates} in {duration(summary.seconds)}."
     if any(line.gain for line in summary.lines):
         from gemmtune.replay.plan import Plan
 
@@ -258,6 +360,10 @@ def remarks(summary: Summary) -> Iterator[str]:
         )
 
 
+def listed(left: Mapping[Gemm, float]) -> list[dict[str, Any]]:
+    return [{"gemm": gemm._asdict(), "share": share} for gemm, share in left.items()]
+
+
 def as_dict(summary: Summary) -> dict[str, Any]:
     """The summary as JSON values."""
     return {
@@ -266,7 +372,10 @@ def as_dict(summary: Summary) -> dict[str, Any]:
         "tuned": summary.tuned,
         "candidates": summary.candidates,
         "resumed": summary.resumed,
-        "skipped": summary.skipped,
+        "journal": summary.journal,
+        "seconds": summary.seconds,
+        "beyond_top": listed(summary.beyond),
+        "not_done": listed(summary.unswept),
         "unsupported": [
             {"gemm": gemm._asdict(), "reason": reason}
             for gemm, reason in summary.unsupported.items()

@@ -1,12 +1,11 @@
-"""One Gemm measured from beginning to end: verify, screen, confirm. Writes rows, no files.
+"""What answers the questions of a search about one Gemm: verifies, launches, times. In a worker.
 
-The backend launches and holds the clock; what to launch, and what the times mean, is decided here
-and in search.py.
+The backend launches and holds the clock; what to ask, and what the answers mean, is decided in
+search.py.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from typing import NamedTuple
@@ -14,175 +13,114 @@ from typing import NamedTuple
 from gemmtune.backends.base import Backend, Launch, Operands
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
-from gemmtune.stats import Interval
-from gemmtune.sweep import operands, search
+from gemmtune.sweep import operands
+from gemmtune.sweep.search import CHECK, TIME, WHOLE, Answer, Ask
 from gemmtune.sweep.verify import Checker
-from gemmtune.table import Candidate
 
 # What a launch may raise when an algorithm does not fit; anything else is a fault of gemmtune.
 LAUNCH_ERRORS = (BackendError, RuntimeError, ValueError, TypeError, MemoryError)
+CLOCK_TRIES = 3  # a clock that is set back once spoils one sample and not the algorithm
 
 
-class Task(NamedTuple):
-    """What is asked for one Gemm."""
+class Choice(NamedTuple):
+    """An algorithm of a Gemm and the workspace that it needs."""
 
-    gemm: Gemm
-    seconds: float  # of timing
-    sustained: bool  # whether it matters enough to be confirmed alone, at its own clocks
-    min_gain: float
-    seed: int
+    algo: Algo
+    ws_bytes: int
 
 
-class Timer:
-    """Times the launches of a backend, each call starting at the next set of operands."""
-
-    def __init__(self, backend: Backend, sets: list[Operands]) -> None:
-        self.backend, self.sets, self.next = backend, sets, 0
-        self.launches: dict[Algo, Launch] = {}
-
-    def __call__(self, algo: Algo, count: int) -> float:
-        """Mean microseconds per launch, above 0."""
-        turned = self.sets[self.next :] + self.sets[: self.next]
-        self.next = (self.next + count) % len(self.sets)
-        return max(self.backend.time_us(self.launches[algo], turned, count), 1e-3)
+def choices(backend: Backend, gemm: Gemm) -> list[Choice]:
+    """The algorithms in the backend's order, the default first."""
+    return [Choice(a, backend.workspace_bytes(gemm, a)) for a in backend.algos(gemm)]
 
 
-def measure(backend: Backend, task: Task) -> list[Candidate]:
-    """The rows of one Gemm, the default's last.
+class Bench:
+    """Answers questions about the algorithms of one Gemm, each by its index in `algos`.
 
-    Raises BackendError where the default itself cannot be launched or is wrong.
+    `lost` holds those that are out of the race already, with the reason: they are not touched.
     """
-    gemm, rng = task.gemm, random.Random(task.seed)
-    algos = list(backend.algos(gemm))
-    default = algos[0]
-    first = operands.draw(gemm, task.seed, backend.device)
-    count = operands.rotation(gemm, operands.cache_bytes(backend.device))
-    timer = Timer(backend, [first])
-    try:
-        timer.launches[default] = backend.launcher(gemm, default)
-        checker = Checker(gemm, timer.launches[default], first, task.seed)
-        reason = checker.quick(timer.launches[default])
-    except LAUNCH_ERRORS as e:
-        raise BackendError(f"the default cannot be launched: {_line(e)}") from e
-    if reason:
-        raise BackendError(f"the default is wrong: {reason}")
-    rows: list[Candidate] = []
-    first_us = {default: _at_first_sight(timer, default)}
-    for algo in algos[1:]:
-        try:
-            timer.launches[algo] = backend.launcher(gemm, algo)
-            reason = checker.quick(timer.launches[algo])
-        except LAUNCH_ERRORS as e:
-            reason = f"cannot be launched: {_line(e)}"
+
+    def __init__(
+        self, backend: Backend, gemm: Gemm, algos: list[Algo], seed: int, lost: dict[int, str]
+    ) -> None:
+        self.backend, self.gemm, self.algos, self.seed = backend, gemm, algos, seed
+        self.lost = dict(lost)
+        self._first = operands.draw(gemm, seed, backend.device)
+        self._launches: dict[int, Launch] = {}
+        self._checker: Checker | None = None
+        self._sets: list[Operands] = []
+        self._next = 0
+
+    def answer(self, number: int, ask: Ask) -> Answer:
+        """The answer to question `number`, counted over the Gemm; its reason says what failed."""
+        reason = self.lost.get(0) or self.lost.get(ask.algo) or ""
+        us = 0.0
+        if not reason:
+            try:
+                reason, us = self._try(number, ask)
+            except LAUNCH_ERRORS as e:
+                reason = _why(e)
         if reason:
-            rows.append(Candidate(gemm, algo, "failed", reason))
-        else:
-            first_us[algo] = _at_first_sight(timer, algo)
-    timer.sets = operands.copies(first, count)
-    gc.collect()
-    gc.disable()  # a collection in the midst of a sample would be counted as the algorithm's
-    try:
-        return rows + _compare(checker, timer, first_us, task, rng)
-    finally:
-        gc.enable()
+            self.lost.setdefault(ask.algo, reason)
+            return Answer(0.0, reason)
+        return Answer(us)
+
+    def _try(self, number: int, ask: Ask) -> tuple[str, float]:
+        launch = self._launches.get(ask.algo)
+        fresh = launch is None
+        if launch is None:
+            launch = self.backend.launcher(self.gemm, self.algos[ask.algo])
+            self._launches[ask.algo] = launch
+        if ask.kind == CHECK:
+            # The better of two launches: the first one also pays for what is built once.
+            return self._judge(CHECK, launch) or self._time(number, launch, [self._first], 1, 2)
+        if ask.kind == WHOLE:
+            return self._judge(WHOLE, launch) or ("", 0.0)
+        assert ask.kind == TIME
+        if warm := ask.settle or (1 if fresh else 0):
+            self.backend.time_us(launch, self._turned(warm), warm)
+        return self._time(number, launch, self._turned(ask.launches), ask.launches, 1)
+
+    def _judge(self, kind: str, launch: Launch) -> tuple[str, float] | None:
+        if self._checker is None:
+            default = self._launches.get(0)
+            if default is None:
+                default = self._launches[0] = self.backend.launcher(self.gemm, self.algos[0])
+            self._checker = Checker(self.gemm, default, self._first, self.seed)
+        judge = self._checker.quick if kind == CHECK else self._checker.whole
+        reason = judge(launch)
+        return (reason, 0.0) if reason else None
+
+    def _time(
+        self, number: int, launch: Launch, sets: list[Operands], launches: int, times: int
+    ) -> tuple[str, float]:
+        """The best of `times` samples, in microseconds per launch."""
+        # What a backend draws by chance depends on the question alone, in whatever process.
+        random.seed(number)
+        found = []
+        for _ in range(times):
+            for _ in range(CLOCK_TRIES):
+                us = self.backend.time_us(launch, sets, launches)
+                if math.isfinite(us) and us > 0:
+                    found.append(us)
+                    break
+            else:
+                return f"clock: a launch took {us:g} us", 0.0
+        return "", min(found)
+
+    def _turned(self, launches: int) -> list[Operands]:
+        """The sets to rotate through, each call starting where the one before it ended."""
+        if not self._sets:
+            count = operands.rotation(self.gemm, operands.cache_bytes(self.backend.device))
+            self._sets = operands.copies(self._first, count)
+        start, self._next = self._next, (self._next + launches) % len(self._sets)
+        return self._sets[start:] + self._sets[:start]
 
 
-def _compare(
-    checker: Checker,
-    timer: Timer,
-    first_us: dict[Algo, float],
-    task: Task,
-    rng: random.Random,
-) -> list[Candidate]:
-    """Screen, verify whole, confirm; the rows of all that could be launched."""
-    gemm, default = task.gemm, next(iter(first_us))
-    budget_us = task.seconds * 1e6
-    screen_us = budget_us * (search.SCREEN_SHARE if task.sustained else 1.0)
-    if len(first_us) == 1:  # nothing to choose from: its time is still wanted
-        launches = max(1, round(min(screen_us, 1e5) / search.MIN_REPEATS / first_us[default]))
-        raced = search.race(
-            default, [], timer, {default: launches}, repeats=search.MIN_REPEATS, rng=rng
-        )
-        return [_default_row(gemm, default, raced, "screen")]
-    screened = search.screen(default, first_us, timer, screen_us, rng)
-    rows = [
-        _row(gemm, a, "dropped", reason, raced=raced, interval=_point(raced, a), regime="screen")
-        for a, (reason, raced) in screened.dropped.items()
-    ]
-    finalists: list[Algo] = []
-    for algo in screened.finalists:
-        try:
-            reason = checker.whole(timer.launches[algo])
-        except LAUNCH_ERRORS as e:
-            reason = f"cannot be launched: {_line(e)}"
-        if reason:
-            rows.append(Candidate(gemm, algo, "failed", reason))
-        else:
-            finalists.append(algo)
-    raced, regime = screened.last, "screen"
-    rivals = len(screened.finalists)
-    if task.sustained and finalists:
-        hopeful = [a for a in finalists if raced.interval(a, rivals).high > 1 + task.min_gain]
-        for algo in finalists:
-            if algo not in hopeful:
-                interval = raced.interval(algo, rivals)
-                row = _row(
-                    *(gemm, algo, "dropped", "no gain in the screen"),
-                    raced=raced,
-                    interval=interval,
-                    regime="screen",
-                )
-                rows.append(row)
-        finalists = hopeful
-        if finalists:
-            times = {a: raced.time_us(a) for a in (default, *finalists)}
-            left_us = budget_us - screen_us
-            raced = search.confirm(default, finalists, timer, times, budget_us=left_us, rng=rng)
-            regime, rivals = "sustained", len(finalists)
-    intervals = {a: raced.interval(a, rivals) for a in finalists}
-    winner = search.choose(intervals, task.min_gain)
-    for algo in finalists:
-        status = "winner" if algo == winner else "finalist"
-        rows.append(
-            _row(gemm, algo, status, "", raced=raced, interval=intervals[algo], regime=regime)
-        )
-    return [*rows, _default_row(gemm, default, raced, regime)]
-
-
-def _row(
-    gemm: Gemm,
-    algo: Algo,
-    status: str,
-    reason: str,
-    *,
-    raced: search.Raced,
-    interval: Interval,
-    regime: str,
-) -> Candidate:
-    bounds = interval[1:] if math.isfinite(interval.high) else (0.0, 0.0)  # 0: not known
-    time_us, samples = raced.time_us(algo), len(raced.ratios[algo])
-    return Candidate(
-        *(gemm, algo, status, reason, time_us),
-        *(interval.ratio, *bounds, samples, regime),
-    )
-
-
-def _default_row(gemm: Gemm, algo: Algo, raced: search.Raced, regime: str) -> Candidate:
-    samples = len(raced.times_us[algo])
-    return Candidate(
-        *(gemm, algo, "default", "", raced.time_us(algo), 1.0, 1.0, 1.0, samples, regime)
-    )
-
-
-def _point(raced: search.Raced, algo: Algo) -> Interval:
-    return raced.interval(algo, len(raced.ratios))
-
-
-def _at_first_sight(timer: Timer, algo: Algo) -> float:
-    """The better of two launches: the first one also pays for what is built once."""
-    return min(timer(algo, 1), timer(algo, 1))
-
-
-def _line(e: BaseException) -> str:
+def _why(e: BaseException) -> str:
     text = str(e).strip() or type(e).__name__
-    return text.splitlines()[0][:200]
+    line = text.splitlines()[0][:200]
+    lack = isinstance(e, MemoryError) or any(
+        words in text.lower() for words in ("out of memory", "can't allocate memory")
+    )
+    return f"out of memory: {line}" if lack else f"cannot be launched: {line}"

@@ -1,128 +1,60 @@
-"""The sweep: shapes in; candidates.csv and tuned.csv out, both whole after every Gemm.
+"""The sweep: shapes in; a journal, and from it candidates.csv and tuned.csv, whole at any time.
 
-candidates.csv is appended Gemm by Gemm and is where an interrupted sweep goes on; tuned.csv is
-written anew from it each time. A Gemm's block of rows in candidates.csv is whole once it holds the
-default's row, or the one row of a Gemm that failed: these are written last.
+The journal (journal.py) gets every answer as it comes and is where an interrupted sweep goes on;
+the two tables are written anew from it after every Gemm.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemmtune import __version__, machine, table
+from gemmtune import __version__, machine, table, textfile
 from gemmtune.backends.base import Backend
-from gemmtune.errors import Incompatible
-from gemmtune.gemm import Algo, Gemm
-from gemmtune.stats import Interval
-from gemmtune.sweep.measure import Task
-from gemmtune.sweep.search import choose
-from gemmtune.sweep.worker import NO_ALGO, measure_apart
+from gemmtune.errors import BackendError, Incompatible, UsageError
+from gemmtune.gemm import Gemm
+from gemmtune.sweep import journal
+from gemmtune.sweep.journal import Journal
+from gemmtune.sweep.plan import Options, Plan, Purse, make_plan, matters
+from gemmtune.sweep.results import (
+    Diverged,
+    Line,
+    Summary,
+    Unfinished,
+    candidate_rows,
+    conduct,
+    failed_rows,
+    line_of,
+    rows_of,
+    tuned_row,
+)
+from gemmtune.sweep.search import TIME, Answer, Ask, Task
+from gemmtune.sweep.worker import Workers
 from gemmtune.table import Candidate, Shape, Table, Tuned
 
-MATTERS = 0.02  # share of the GEMM time from which a Gemm gets the sustained confirmation
-LESSER = 1 / 3  # of the seconds per shape, for a Gemm below that share
-START_S = 1.5  # of a worker: process, operands, verification
 GPU_APIS = ("lt", "gemmex")
 
 PathLike = str | os.PathLike[str]
 
 
-class Options(NamedTuple):
-    """How to sweep. `top` 0: all Gemms. `threads` and `timeout_s` None: the job's, by size."""
-
-    min_gain: float = 0.005
-    seconds_per_shape: float = 3.0
-    top: int = 0
-    threads: int | None = None
-    seed: int = 0
-    fresh: bool = False
-    force: bool = False
-    timeout_s: float | None = None
-
-
-class Line(NamedTuple):
-    """What became of one Gemm. `algo` is None where the default stays."""
-
-    gemm: Gemm
-    calls: float
-    share: float
-    default_us: float
-    algo: Algo | None
-    gain: Interval | None  # ratio of the default's time to the chosen one's
-    reason: str = ""  # why it has no times
-
-    @property
-    def saved_us(self) -> float:
-        """Per optimizer step."""
-        return self.calls * self.default_us * (1 - 1 / self.gain.ratio) if self.gain else 0.0
-
-
-class Summary(NamedTuple):
-    """What a sweep came to. Times are of GEMMs per optimizer step on one rank, as swept."""
-
-    lines: list[Line]  # swept Gemms, the largest share first
-    unsupported: dict[Gemm, str]
-    skipped: int  # Gemms beyond `top`
-    resumed: int  # Gemms that candidates.csv held already
-    candidates: str
-    tuned: str
-    provenance: dict[str, Any]
-
-    @property
-    def before_us(self) -> float:
-        return sum(line.calls * line.default_us for line in self.lines)
-
-    @property
-    def after_us(self) -> float:
-        return self.before_us - sum(line.saved_us for line in self.lines)
-
-    @property
-    def failed(self) -> list[Line]:
-        return [line for line in self.lines if line.reason]
-
-
 class Event(NamedTuple):
-    """Where the sweep stands; `line` is set where a Gemm has just been done."""
+    """Where the sweep stands; `line` is set where a Gemm has just been done, `note` to say more."""
 
     done: int
     total: int
     gemm: Gemm
     seconds_left: float
     line: Line | None = None
+    note: str = ""
 
 
-class Plan(NamedTuple):
-    """What will be swept: Gemms with calls and shares, the largest share of the time first."""
-
-    calls: dict[Gemm, float]
-    shares: dict[Gemm, float]
-    tasks: list[Task]
-    unsupported: dict[Gemm, str]
-    skipped: int
-
-    @property
-    def seconds(self) -> float:
-        return sum(task.seconds + START_S for task in self.tasks)
-
-
-def make_plan(shapes: Iterable[Shape], backend: Backend, options: Options) -> Plan:
-    """Which Gemms to sweep, in which order, for how long."""
-    rows = list(shapes)
-    calls = table.by_gemm(rows)
-    shares = _shares(rows)
-    unsupported = {g: reason for g in calls if (reason := _unsupported(g, backend))}
-    ordered = sorted((g for g in calls if g not in unsupported), key=lambda g: -shares[g])
-    kept = ordered[: options.top] if options.top else ordered
-    tasks = []
-    for gemm in kept:
-        matters = shares[gemm] >= MATTERS
-        seconds = options.seconds_per_shape * (1.0 if matters else LESSER)
-        tasks.append(Task(gemm, seconds, matters, options.min_gain, options.seed))
-    return Plan(calls, shares, tasks, unsupported, len(ordered) - len(kept))
+class OutOfTime(Exception):
+    """The budget is spent in the midst of a Gemm."""
 
 
 def sweep(
@@ -133,42 +65,226 @@ def sweep(
     options: Options = Options(),  # noqa: B008  (immutable)
     progress: Callable[[Event], None] = lambda event: None,
 ) -> Summary:
-    """Sweep the Gemms of `shapes`; what candidates.csv already holds is not measured again.
+    """Sweep the Gemms of `shapes`; no question that the journal has an answer to is asked again.
 
-    Raises Incompatible where candidates.csv is of another library, processor or thread count, or
-    the shapes are a GPU's and the backend a CPU's; UsageError for what cannot be read or written.
+    Raises Incompatible where the journal is of another library, processor or thread count, or the
+    shapes are a GPU's and the backend a CPU's; UsageError for what cannot be read or written, and
+    where another sweep writes the same; WorkerError where no worker can be started.
     """
     _refuse_gpu_shapes(shapes, backend, options)
     threads = thread_count(shapes.provenance, options)
     provenance = _provenance(shapes.provenance, backend, options, threads)
-    held = _resume(candidates_path, provenance, options)
+    for path in (candidates_path, tuned_path):
+        textfile.check_writable(path)
     plan = make_plan(shapes.rows, backend, options)
-    pace = _Pace(plan, held)
+    path = journal.path_beside(candidates_path)
+    notes = []
+    if not path.exists() and Path(candidates_path).is_file():
+        kept = journal.set_aside(candidates_path)
+        notes.append(f"{candidates_path} has no journal of its samples: kept as {kept}")
+    with Journal(path, options.fresh) as kept_journal, _keeping(path):
+        if kept_journal.aside:
+            notes.append(f"what was measured before is kept as {kept_journal.aside}")
+        if before := kept_journal.held.provenance:
+            _refuse_another(path, before, provenance)
+        kept_journal.start(json.loads(json.dumps(provenance)))  # as it will be read again
+        running = _Sweep(kept_journal, plan, backend, threads, options, progress)
+        running.paths = candidates_path, tuned_path
+        return running.run(notes)
 
-    def write_tuned() -> None:
-        rows = _tuned(plan, held, backend, options)
-        table.write(tuned_path, rows, Tuned, provenance)
 
-    write_tuned()
-    resumed = sum(task.gemm in held for task in plan.tasks)
-    todo = [task for task in plan.tasks if task.gemm not in held]
-    for number, task in enumerate(todo, resumed):
+def reanalyse(candidates_path: PathLike, tuned_path: PathLike, min_gain: float) -> Summary:
+    """Both tables anew from the journal, with another least gain; nothing is measured.
 
-        def at(line: Line | None = None, done: int = number, task: Task = task) -> None:
-            progress(Event(done, len(plan.tasks), task.gemm, pace.seconds_left(), line))
+    Raises UsageError or TableError where there is no journal that can be read.
+    """
+    path = journal.path_beside(candidates_path)
+    fd = journal.lock(path)
+    try:
+        held = journal.read(path)
+        rows: dict[Gemm, list[Candidate]] = {}
+        unswept: dict[Gemm, float] = {}
+        for gemm, record in held.records.items():
+            try:
+                rows[gemm] = rows_of(record, min_gain)
+            except Unfinished:
+                unswept[gemm] = record.share
+            except Diverged:
+                reason = "recorded by another version of gemmtune, which asked otherwise: sweep it"
+                rows[gemm] = failed_rows(gemm, reason)
+        made = write_tables(held, rows, min_gain, candidates_path, tuned_path)
+        lines = [line_of(g, held.records[g].calls, held.records[g].share, rows[g]) for g in rows]
+        lines.sort(key=lambda line: -line.share)
+        names = str(candidates_path), str(tuned_path), str(path)
+        return Summary(lines, {}, {}, unswept, len(rows), held.spent_s, *names, made)
+    finally:
+        os.close(fd)
 
-        at()
-        pace.start(task)
-        limit = options.timeout_s or 30 + 10 * task.seconds + task.gemm.flops / 1e9
-        rows = measure_apart(backend, task, threads, limit, at)
-        table.append(candidates_path, rows)
-        held[task.gemm] = rows
-        pace.stop()
-        write_tuned()
-        at(_line(plan, task.gemm, rows, options.min_gain), number + 1)
-    lines = [_line(plan, t.gemm, held[t.gemm], options.min_gain) for t in plan.tasks]
-    paths = str(candidates_path), str(tuned_path)
-    return Summary(lines, plan.unsupported, plan.skipped, resumed, *paths, provenance)
+
+def write_tables(
+    held: journal.Held,
+    rows: Mapping[Gemm, Sequence[Candidate]],
+    min_gain: float,
+    candidates_path: PathLike,
+    tuned_path: PathLike,
+) -> dict[str, Any]:
+    """Write the tables of the Gemms that are done, in the journal's order; their provenance."""
+    made = {**held.provenance, "min_gain": min_gain}
+    done = [(record, rows[gemm]) for gemm, record in held.records.items() if gemm in rows]
+    machine_made = held.provenance.get("machine") or {}
+    dev_cap = int(machine_made.get("dev_cap", 0))
+    tuned = [row for record, block in done if (row := tuned_row(record, block, dev_cap))]
+    table.write(candidates_path, [row for _, block in done for row in block], Candidate, made)
+    table.write(tuned_path, tuned, Tuned, made)
+    return made
+
+
+class _Sweep:
+    """A sweep under way. `rows` holds the Gemms that are done."""
+
+    paths: tuple[PathLike, PathLike]
+
+    def __init__(
+        self,
+        kept: Journal,
+        plan: Plan,
+        backend: Backend,
+        threads: int,
+        options: Options,
+        progress: Callable[[Event], None],
+    ) -> None:
+        self.journal, self.plan, self.backend = kept, plan, backend
+        self.threads, self.options, self.progress = threads, options, progress
+        self.purse = Purse(plan, options)
+        self.rows: dict[Gemm, list[Candidate]] = {}
+        self.anew: set[Gemm] = set()
+
+    def run(self, notes: list[str]) -> Summary:
+        self._take_up()
+        self._write()
+        resumed = sum(gemm in self.rows for gemm in self.plan.gemms)
+        todo = [gemm for gemm in self.plan.gemms if gemm not in self.rows]
+        if todo and self.anew:
+            count = len(self.anew)
+            notes = [*notes, f"{count} Gemms are measured anew: the questions have changed"]
+        if todo:
+            for note in notes:
+                self._tell(todo, note=note)
+        unswept: dict[Gemm, float] = {}
+        while todo:
+            gemm = todo[0]
+            self._tell(todo)
+            begun = time.monotonic()
+            try:
+                self.rows[gemm] = self._measure(gemm, todo)
+            except OutOfTime:
+                break
+            self.purse.took(time.monotonic() - begun, self._timing_s(gemm))
+            todo.pop(0)
+            self._write()
+            self._tell(todo, self._line(gemm), gemm=gemm)
+        unswept = {gemm: self.plan.shares[gemm] for gemm in todo}
+        self.journal.sync()
+        made = self._write()
+        lines = [self._line(gemm) for gemm in self.plan.gemms if gemm in self.rows]
+        beyond = {gemm: self.plan.shares[gemm] for gemm in self.plan.beyond}
+        names = str(self.paths[0]), str(self.paths[1]), str(self.journal.path)
+        spent = self.journal.spent_s
+        return Summary(lines, self.plan.unsupported, beyond, unswept, resumed, spent, *names, made)
+
+    def _take_up(self) -> None:
+        """The rows of the Gemms that the journal holds to the end."""
+        for gemm, record in self.journal.held.records.items():
+            if record.task.seed != self.options.seed and gemm in self.plan.seconds:
+                self.anew.add(gemm)
+                continue
+            try:
+                self.rows[gemm] = rows_of(record, self.options.min_gain)
+            except Unfinished:
+                pass
+            except Diverged:
+                self.anew.add(gemm)
+
+    def _measure(self, gemm: Gemm, todo: list[Gemm]) -> list[Candidate]:
+        """The rows of one Gemm. Raises OutOfTime; what was answered until then is kept."""
+        log, options = self.journal, self.options
+        record = None if gemm in self.anew else log.held.records.get(gemm)
+        seconds = self.purse.seconds(todo, log.spent_s)
+        if not seconds or self.purse.over(log.spent_s):
+            raise OutOfTime
+        share = self.plan.shares[gemm]
+        task = Task(gemm, seconds, matters(share), options.min_gain, options.seed)
+        more = (self.threads, options.timeout_s, lambda: self._tell(todo))
+        with Workers(self.backend, gemm, options.seed, *more) as workers:
+            try:
+                choices = workers.choices()
+                if record is not None and record.choices not in ([], choices):
+                    self._tell(todo, note=f"{gemm} is measured anew: its algorithms have changed")
+                if record is None or record.choices != choices:
+                    record = log.begin(task, self.plan.calls[gemm], share, choices)
+            except BackendError as e:
+                record = log.begin(task, self.plan.calls[gemm], share, [])
+                log.fail(record, str(e))
+                return failed_rows(gemm, str(e))
+            for ask, answer in record.answered:
+                workers.learn(ask, answer)
+            current = record
+
+            def measured(number: int, asks: Sequence[Ask]) -> list[Answer]:
+                found = []
+                for asked, given in workers.answers(number, asks):
+                    log.answer(current, asked, given)
+                    found.append(given)
+                    if self.purse.over(log.spent_s):
+                        raise OutOfTime
+                return found
+
+            held = list(record.answered)
+            try:
+                verdicts = conduct(record.task, len(choices), held, measured)
+            except BackendError as e:
+                log.fail(record, str(e))
+                return failed_rows(gemm, str(e))
+            return candidate_rows(record, verdicts, options.min_gain)
+
+    def _timing_s(self, gemm: Gemm) -> float:
+        """What the timing of a Gemm took, as far as its answers tell."""
+        answered = self.journal.held.records[gemm].answered
+        launches = (
+            (ask.launches + ask.settle) * answer.us for ask, answer in answered if ask.kind == TIME
+        )
+        return sum(launches) / 1e6
+
+    def _line(self, gemm: Gemm) -> Line:
+        return line_of(gemm, self.plan.calls[gemm], self.plan.shares[gemm], self.rows[gemm])
+
+    def _write(self) -> dict[str, Any]:
+        held = self.journal.held
+        self.journal.sync()
+        return write_tables(held, self.rows, self.options.min_gain, *self.paths)
+
+    def _tell(
+        self,
+        todo: list[Gemm],
+        line: Line | None = None,
+        gemm: Gemm | None = None,
+        note: str = "",
+    ) -> None:
+        total = len(self.plan.gemms)
+        left = self.purse.left_s(todo, self.journal.spent_s)
+        about = gemm or todo[0]
+        self.progress(Event(total - len(todo), total, about, left, line, note))
+
+
+@contextmanager
+def _keeping(path: Path) -> Iterator[None]:
+    """Say of what cannot be written that what was measured is kept."""
+    try:
+        yield
+    except UsageError as e:
+        raise UsageError(
+            f"{e}; what was measured is kept in {path}: the same command goes on from there"
+        ) from None
 
 
 def thread_count(captured: Mapping[str, Any], options: Options) -> int:
@@ -176,22 +292,6 @@ def thread_count(captured: Mapping[str, Any], options: Options) -> int:
     import torch
 
     return int(options.threads or captured.get("threads") or torch.get_num_threads())
-
-
-def _shares(rows: list[Shape]) -> dict[Gemm, float]:
-    """Each Gemm's share of the GEMM time: as captured if all rows have times, else by FLOPs."""
-    timed = all(row.time_us > 0 for row in rows)
-    weights: dict[Gemm, float] = {}
-    for row in rows:
-        calls = row.calls * len(table.parse_ranks(row.ranks))
-        weight = calls * (row.time_us if timed else row.gemm.flops)
-        weights[row.gemm] = weights.get(row.gemm, 0.0) + weight
-    total = sum(weights.values()) or 1.0
-    return {gemm: weight / total for gemm, weight in weights.items()}
-
-
-def _unsupported(gemm: Gemm, backend: Backend) -> str | None:
-    return "empty: nothing to compute" if not gemm.flops else backend.unsupported(gemm)
 
 
 def _refuse_gpu_shapes(shapes: Table[Shape], backend: Backend, options: Options) -> None:
@@ -229,107 +329,20 @@ def _provenance(
     }
 
 
-def _resume(
-    path: PathLike, provenance: dict[str, Any], options: Options
-) -> dict[Gemm, list[Candidate]]:
-    """The whole blocks of an earlier sweep; the file then holds these alone, ready to append to."""
-    if options.fresh or not Path(path).exists():
-        table.write(path, [], Candidate, provenance)
-        return {}
-    old = table.read(path, Candidate)
-    made = old.provenance.get("machine")
-    if made is None:
+def _refuse_another(path: Path, made: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Samples of two machines or settings do not go into one journal."""
+    before = made.get("machine")
+    if not isinstance(before, dict):
         differs = ["it does not say on what machine it was made"]
     else:
-        differs = machine.incompatible(made, provenance["machine"])
-        for field in ("threads", "numerics"):
-            was, now = old.provenance.get(field), provenance[field]
-            if was != now:
-                differs.append(f"{field}: {was} when the table was made, {now} here")
+        differs = machine.incompatible(before, now["machine"])
+        differs += [
+            f"{name}: {made.get(name)} when it was made, {now[name]} here"
+            for name in ("threads", "numerics")
+            if made.get(name) != now[name]
+        ]
     if differs:
         raise Incompatible(
             f"{path} is of another sweep ({'; '.join(differs)}): name another --candidates and -o, "
             "or add --fresh to measure all anew"
         )
-    held = whole_blocks(old.rows)
-    kept = [row for block in held.values() for row in block]
-    if len(kept) != len(old.rows):  # a kill came between the rows of a Gemm
-        table.write(path, kept, Candidate, old.provenance)
-    return held
-
-
-def whole_blocks(rows: Iterable[Candidate]) -> dict[Gemm, list[Candidate]]:
-    """The rows of each Gemm that was measured to the end."""
-    blocks: dict[Gemm, list[Candidate]] = {}
-    for row in rows:
-        blocks.setdefault(row.gemm, []).append(row)
-    return {
-        gemm: block
-        for gemm, block in blocks.items()
-        if any(row.status == "default" or row.algo == NO_ALGO for row in block)
-    }
-
-
-def winner(rows: Iterable[Candidate], min_gain: float) -> Candidate | None:
-    """The row that takes the default's place; None where it stays."""
-    finalists = {row.algo: row for row in rows if row.status in ("finalist", "winner")}
-    intervals = {a: Interval(r.ratio, r.ratio_low, r.ratio_high) for a, r in finalists.items()}
-    chosen = choose(intervals, min_gain)
-    return finalists[chosen] if chosen else None
-
-
-def _line(plan: Plan, gemm: Gemm, rows: list[Candidate], min_gain: float) -> Line:
-    calls, share = plan.calls[gemm], plan.shares[gemm]
-    default = next((row for row in rows if row.status == "default"), None)
-    if default is None:
-        return Line(gemm, calls, share, 0.0, None, None, rows[-1].reason)
-    won = winner(rows, min_gain)
-    if won is None:
-        return Line(gemm, calls, share, default.time_us, None, None)
-    gain = Interval(won.ratio, won.ratio_low, won.ratio_high)
-    return Line(gemm, calls, share, default.time_us, won.algo, gain)
-
-
-def _tuned(
-    plan: Plan, held: Mapping[Gemm, list[Candidate]], backend: Backend, options: Options
-) -> list[Tuned]:
-    rows = []
-    for task in plan.tasks:
-        block = held.get(task.gemm, [])
-        won = winner(block, options.min_gain)
-        if won is None:
-            continue
-        default = next(row for row in block if row.status == "default")
-        needs = backend.workspace_bytes(won.gemm, won.algo)
-        rows.append(
-            Tuned(
-                *(backend.dev_cap(), won.gemm, needs, table.WS_MAX, won.algo),
-                *(won.time_us, default.time_us, won.ratio_low, won.ratio_high),
-            )
-        )
-    return rows
-
-
-class _Pace:
-    """Time left: the plan's seconds, corrected by how the Gemms done so far kept to theirs."""
-
-    def __init__(self, plan: Plan, held: Mapping[Gemm, Any]) -> None:
-        self._left = sum(t.seconds + START_S for t in plan.tasks if t.gemm not in held)
-        self._planned = self._taken = 0.0
-        self._started, self._current = 0.0, 0.0
-
-    def start(self, task: Task) -> None:
-        self._started, self._current = time.monotonic(), task.seconds + START_S
-
-    def stop(self) -> None:
-        self._taken += time.monotonic() - self._started
-        self._planned += self._current
-        self._left -= self._current
-        self._current = 0.0
-
-    def seconds_left(self) -> float:
-        factor = self._taken / self._planned if self._planned else 1.0
-        running = (
-            min(time.monotonic() - self._started, self._current * factor) if self._current else 0.0
-        )
-        return max(0.0, self._left * factor - running)

@@ -1,13 +1,16 @@
-"""One process per Gemm, so that whatever an algorithm does to it costs that Gemm alone.
+"""Processes that answer the questions about one Gemm, so that a crash costs one algorithm alone.
 
 Started from a server that has torch loaded already (multiprocessing's forkserver): a start takes
-hundredths of a second, and every Gemm meets a fresh process. Rows come back through a pipe; what a
-worker prints goes to a temporary file, whose last line explains a crash.
+hundredths of a second. Questions go out over a pipe in batches, answers come back one by one, so
+that it is known at which question a worker died; another one goes on with the rest. What a worker
+prints goes to a temporary file, whose last line explains a crash.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -15,94 +18,315 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from gemmtune.backends.base import Backend
-from gemmtune.errors import GemmtuneError
-from gemmtune.gemm import Algo
-from gemmtune.sweep.measure import Task, measure
-from gemmtune.table import Candidate
+from gemmtune.errors import BackendError, GemmtuneError, WorkerError
+from gemmtune.gemm import Gemm
+from gemmtune.sweep.measure import Bench, Choice, choices
+from gemmtune.sweep.search import TIME, Answer, Ask
 
-# Stands in the row of a Gemm of which nothing could be measured.
-NO_ALGO = Algo(0, 0, "-")
 TICK_S = 0.2
+START_TRIES = 3
+GRACE_S = 30.0  # for an answer, beyond what its launches should take
+PATIENCE = 10.0  # times the expected time
+SLOWEST_FLOPS_PER_S = 1e9  # of the float64 products that verification compares with
+HERE = "here"  # a worker's first word: its process has come up
 
 
-def measure_apart(
-    backend: Backend,
-    task: Task,
-    threads: int,
-    timeout_s: float,
-    tick: Callable[[], None] = lambda: None,
-) -> list[Candidate]:
-    """The rows of one Gemm, measured in a process of its own with `threads` torch threads.
+class Ended(Exception):
+    """A worker is no more; the message says how it ended."""
 
-    A worker that fails, dies or takes longer than `timeout_s` leaves one row, status failed, with
-    the reason. `backend` is pickled: it must not hold a device yet. `tick` is called a few times a
-    second.
+
+class Workers:
+    """Answers questions about one Gemm, with one process after another as each is lost.
+
+    `backend` is pickled: it must not hold a device yet. `timeout_s` replaces the patience with an
+    answer that follows from the time expected. `lost` (algorithms that are out of the race, with
+    the reason) and `us` (times known) grow with the answers. `tick` is called a few times a second.
     """
-    context = multiprocessing.get_context("forkserver")
-    modules = ["torch", "gemmtune.sweep.measure", type(backend).__module__]
-    context.set_forkserver_preload(modules)
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.NamedTemporaryFile(prefix="gemmtune-worker-", suffix=".log") as log:
-        args = (backend, task, threads, theirs, log.name)
-        process = context.Process(target=_work, args=args, daemon=True)
-        process.start()
-        theirs.close()
-        try:
-            answer = _wait(ours, time.monotonic() + timeout_s, tick)
-            if isinstance(answer, list):
-                return answer
-            if answer is None:
-                answer = f"not done after {timeout_s:.0f} s: stopped"
-            elif not answer:
-                process.join(5)
-                answer = _death(process.exitcode, log.name)
-            return [Candidate(task.gemm, NO_ALGO, "failed", answer)]
-        finally:
-            process.kill()
-            process.join()
-            process.close()
-            ours.close()
 
+    def __init__(
+        self,
+        backend: Backend,
+        gemm: Gemm,
+        seed: int,
+        threads: int,
+        timeout_s: float | None = None,
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.args = (backend, gemm, seed, threads)
+        self.gemm, self.timeout_s, self.tick = gemm, timeout_s, tick
+        self.lost: dict[int, str] = {}
+        self.us: dict[int, float] = {}
+        self._worker: _Worker | None = None
 
-def _wait(
-    ours: Connection, deadline: float, tick: Callable[[], None]
-) -> list[Candidate] | str | None:
-    """What the worker sent: rows or a reason; "" where it died first, None where time ran out."""
-    while (left := deadline - time.monotonic()) > 0:
-        if ours.poll(min(TICK_S, left)):
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._drop()
+
+    def choices(self) -> list[Choice]:
+        """The Gemm's algorithms, from a worker that is started where none is there.
+
+        Raises BackendError where none can be had for this Gemm, WorkerError where no worker can be
+        started at all.
+        """
+        if self._worker is None:
+            self._worker = self._start()
+        return self._worker.choices
+
+    def learn(self, ask: Ask, answer: Answer) -> None:
+        """Take note of an answer, this one's own or one given earlier."""
+        if answer.reason:
+            self.lost.setdefault(ask.algo, answer.reason)
+        elif answer.us:
+            self.us[ask.algo] = answer.us
+
+    def answers(self, number: int, asks: Sequence[Ask]) -> Iterator[tuple[Ask, Answer]]:
+        """Each question with its answer, in order; `number` is the first one's in the Gemm.
+
+        Raises like `choices`.
+        """
+        done, again = 0, -1
+        while done < len(asks):
+            if self._worker is None:
+                self._worker = self._start()
             try:
-                answer: list[Candidate] | str = ours.recv()
-            except EOFError:
-                return ""
-            return answer
-        tick()
-    return None
+                self._worker.ask(number + done, asks[done:])
+                while done < len(asks):
+                    ask = asks[done]
+                    answer = self._worker.wait(self._patience(ask), self.tick)
+                    self.learn(ask, answer)
+                    yield ask, answer
+                    done += 1
+            except Ended as e:
+                innocent = self._worker.answered > 0
+                self._drop()
+                ask = asks[done]
+                if ask.algo == 0 and innocent and again != done:
+                    again = done  # another algorithm may have left the process in ruins
+                    continue
+                answer = Answer(0.0, str(e))
+                self.learn(ask, answer)
+                yield ask, answer
+                done += 1
+
+    def _patience(self, ask: Ask) -> float:
+        if self.timeout_s is not None:
+            return self.timeout_s
+        launches = ask.launches + ask.settle if ask.kind == TIME else 2
+        expected = launches * self.us.get(ask.algo, 0.0) / 1e6
+        return GRACE_S + PATIENCE * expected + self.gemm.flops / SLOWEST_FLOPS_PER_S
+
+    def _start(self) -> _Worker:
+        patience = self.timeout_s or GRACE_S + self.gemm.flops / SLOWEST_FLOPS_PER_S
+        for left in reversed(range(START_TRIES)):
+            try:
+                worker = _Worker(*self.args, self.lost)
+            except (OSError, EOFError, RuntimeError) as e:
+                reason = str(e) or type(e).__name__
+            else:
+                try:
+                    worker.come_up(patience, self.tick)
+                    return worker
+                except Ended as e:
+                    reason = str(e)
+                    worker.stop()
+                    if worker.here:
+                        raise BackendError(f"no algorithm could be tried: {reason}") from None
+                except BaseException:
+                    worker.stop()
+                    raise
+            if not left:
+                raise WorkerError(f"cannot start a worker process: {reason}")
+            time.sleep(TICK_S)
+        raise AssertionError
+
+    def _drop(self) -> None:
+        if self._worker is not None:
+            worker, self._worker = self._worker, None
+            worker.stop()
 
 
-def _work(backend: Backend, task: Task, threads: int, theirs: Connection, log: str) -> None:
+class _Worker:
+    """One process. Raises OSError, EOFError or RuntimeError where it cannot be started."""
+
+    def __init__(
+        self, backend: Backend, gemm: Gemm, seed: int, threads: int, lost: dict[int, str]
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        modules = ["torch", "gemmtune.sweep.measure", type(backend).__module__]
+        context.set_forkserver_preload(modules)
+        self.choices: list[Choice] = []
+        self.answered = 0
+        self.here = False
+        self._log = _log_file()
+        self._ours, theirs = context.Pipe()
+        args = (backend, gemm, seed, threads, lost, theirs, self._log)
+        self._process: ForkServerProcess = context.Process(target=_work, args=args, daemon=True)
+        try:
+            self._process.start()
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            theirs.close()
+
+    def come_up(self, patience_s: float, tick: Callable[[], None]) -> None:
+        """Wait until it can be asked. Raises Ended; BackendError with what it says instead."""
+        assert self._receive(patience_s, tick) == HERE
+        self.here = True
+        found = self._receive(patience_s, tick)
+        if isinstance(found, str):
+            raise BackendError(found)
+        self.choices = found
+
+    def ask(self, number: int, asks: Sequence[Ask]) -> None:
+        """Raises Ended."""
+        try:
+            self._ours.send((number, list(asks)))
+        except OSError:
+            raise Ended(self._death()) from None
+
+    def wait(self, patience_s: float, tick: Callable[[], None]) -> Answer:
+        """The next answer. Raises Ended: it died, or took too long and was stopped."""
+        answer: Answer = self._receive(patience_s, tick)
+        self.answered += 1
+        return answer
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._ours.close()
+        if self._log != os.devnull:
+            with contextlib.suppress(OSError):
+                os.unlink(self._log)
+
+    def _receive(self, patience_s: float, tick: Callable[[], None]) -> Any:
+        deadline = time.monotonic() + patience_s
+        while True:
+            left = deadline - time.monotonic()
+            if self._ours.poll(max(0.0, min(TICK_S, left))):
+                try:
+                    return self._ours.recv()
+                except (EOFError, OSError):
+                    raise Ended(self._death()) from None
+            if left <= 0:
+                raise Ended(f"hung: no answer after {patience_s:.0f} s")
+            tick()
+
+    def _death(self) -> str:
+        self._process.join(5)
+        code = self._process.exitcode
+        if code is None:
+            how = "closed its pipe"
+        elif code >= 0:
+            how = f"ended the process with code {code}"
+        else:
+            try:
+                how = f"killed by {signal.Signals(-code).name}"
+            except ValueError:
+                how = f"killed by signal {-code}"
+            if code == -signal.SIGKILL:  # nobody else sends it unasked
+                how += ", as for want of memory"
+        try:
+            with open(self._log, errors="replace") as f:
+                lines = f.read().split("\n")
+        except OSError:
+            lines = []
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return how + (f": {last[:200]}" if last else "")
+
+
+def _log_file() -> str:
+    try:
+        fd, path = tempfile.mkstemp(prefix="gemmtune-worker-", suffix=".log")
+    except OSError:  # a full or missing /tmp costs the explanation of a crash, not the sweep
+        return os.devnull
+    os.close(fd)
+    return path
+
+
+def _work(
+    backend: Backend,
+    gemm: Gemm,
+    seed: int,
+    threads: int,
+    lost: dict[int, str],
+    theirs: Connection,
+    log: str,
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as f:
+        f.write("1000")  # where memory runs out, this process goes first and not the user's others
     fd = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(fd, 1)
     os.dup2(fd, 2)
-    import torch
-
-    torch.set_num_threads(threads)
-    answer: list[Candidate] | str
-    try:
-        answer = measure(backend, task)
-    except GemmtuneError as e:
-        answer = str(e)
-    except Exception as e:  # a fault here must not cost more than this Gemm
-        answer = f"{type(e).__name__}: {e}".splitlines()[0][:200]
-    with contextlib.suppress(BrokenPipeError):
-        theirs.send(answer)
+    faulthandler.disable()  # a crash is explained by what the library said last
+    gc.disable()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        theirs.send(HERE)
+        bench = _set_up(backend, gemm, seed, threads, lost, theirs)
+        while bench is not None:
+            try:
+                number, asks = theirs.recv()
+            except EOFError:
+                break
+            # A collection in the midst of a sample would be counted as the algorithm's. What is
+            # left is frozen: to go through all of torch's objects again takes a tenth of a second.
+            gc.collect()
+            gc.freeze()
+            for place, ask in enumerate(asks, number):
+                theirs.send(_answer(bench, place, ask))
     # Libraries that a bad launch has corrupted may hang or crash while they are torn down.
     os._exit(0)
+
+
+def _set_up(
+    backend: Backend,
+    gemm: Gemm,
+    seed: int,
+    threads: int,
+    lost: dict[int, str],
+    theirs: Connection,
+) -> Bench | None:
+    try:
+        import torch
+
+        torch.set_num_threads(threads)
+        found = choices(backend, gemm)
+        bench = Bench(backend, gemm, [c.algo for c in found], seed, lost)
+        theirs.send(found)
+    except GemmtuneError as e:
+        theirs.send(str(e))
+    except Exception as e:
+        theirs.send(_fault(e))
+    else:
+        return bench
+    return None
+
+
+def _answer(bench: Bench, number: int, ask: Ask) -> Answer:
+    try:
+        return bench.answer(number, ask)
+    except Exception as e:  # a fault here must not cost more than this algorithm
+        bench.lost.setdefault(ask.algo, _fault(e))
+        return Answer(0.0, _fault(e))
+
+
+def _fault(e: Exception) -> str:
+    return f"{type(e).__name__}: {e}".splitlines()[0][:200]
 
 
 def _die_with_parent() -> None:
@@ -110,17 +334,3 @@ def _die_with_parent() -> None:
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
-
-
-def _death(code: int | None, log: str) -> str:
-    if code is not None and code < 0:
-        try:
-            how = f"killed by {signal.Signals(-code).name}"
-        except ValueError:
-            how = f"killed by signal {-code}"
-    else:
-        how = f"ended with code {code}"
-    with open(log, errors="replace") as f:
-        lines = f.read().split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"worker {how}" + (f": {last[:200]}" if last else "")
