@@ -22,6 +22,11 @@ class Interval(NamedTuple):
     def half_width(self) -> float:
         return (self.high - self.low) / 2
 
+    @property
+    def precision(self) -> float:
+        """Half the width as a share of the ratio; unlike it, it tells nothing of the ratio."""
+        return math.log(self.high / self.low) / 2 if self.low > 0 else math.inf
+
 
 def trimmed_mean(values: Sequence[float], trim: float = TRIM) -> float:
     """Mean of what is left when the share `trim` is cut off at each end."""

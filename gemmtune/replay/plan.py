@@ -33,8 +33,8 @@ DROP_SHARE = 4
 # A block is this many times as long as what is measured for settling.
 SETTLED_BLOCKS = 4
 # A stretch of the probe: long enough for clocks under a power cap, which settle in seconds.
-PROBE_S = 3.0
-PROBE_STEPS = 12, 300
+PROBE_S = 6.0
+PROBE_STEPS = 12, 600
 # Departures from the settled time that are small enough, as a share of it.
 SETTLED = 0.001
 
@@ -224,7 +224,7 @@ def settling(stretch: np.ndarray) -> int:
     spread = 1.4826 * float(np.nanmedian(np.abs(tail - centre)))
     start = 0
     while start < half:
-        width = max(start, 3)
+        width = max(start // 2, 3)
         # Three standard errors of a median of steps that go their own way for two or three.
         bound = SETTLED * centre + 3 * 2 * spread / math.sqrt(width)
         if abs(float(np.nanmedian(stretch[start : start + width])) - centre) <= bound:
@@ -245,7 +245,7 @@ def _more_pairs(plan: Plan, rounds: Sequence[Round], us: np.ndarray) -> int:
         unit = float(trimmed(control)[1]) * math.sqrt(len(control))
         needed = (2 * unit / (plan.precision / 100)) ** 2
         return math.ceil(min(max(needed, MIN_PAIRS), plan.max_pairs))
-    width = 100 * bootstrap_interval(ratios(rounds, us, COMPARE)).half_width
+    width = 100 * bootstrap_interval(ratios(rounds, us, COMPARE)).precision
     if width <= plan.precision:
         return 0
     needed = done * (width / plan.precision) ** 2 - done

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gemmtune.replay.analyse import Result, Row, more_pairs
-from gemmtune.replay.plan import COMPARE
+from gemmtune.replay.plan import COMPARE, PROBE
 from gemmtune.stats import Interval
 from gemmtune.table import format_ranks
 
@@ -79,6 +79,12 @@ def warnings(result: Result) -> list[str]:
             f"the interval did not come to +-{result.plan.precision:g} % within "
             f"{_rows(result.pairs, 'pair')}: raise --max-pairs, or --precision"
         )
+    probe = next((entry for entry in result.rounds if entry.kind == PROBE), None)
+    if probe is not None and any(e.drop >= probe.block // 2 for e in result.rounds):
+        lines.append(
+            f"the step time had not settled {probe.block // 2} steps after a switch: give a --block"
+            f" of many more steps than it takes"
+        )
     lines += result.noise
     for reason, count in sorted(result.fallbacks.items()):
         lines.append(f"{count} calls went through as the job made them: {reason}")
@@ -139,7 +145,7 @@ def _too_short(result: Result) -> str:
 
 
 def _narrow(result: Result) -> bool:
-    return 100 * result.effect.half_width <= result.plan.precision
+    return 100 * result.effect.precision <= result.plan.precision
 
 
 def _advice(result: Result) -> str:

@@ -1,0 +1,64 @@
+"""Replays of simulated jobs: how often the interval covers the true ratio, and what it takes.
+
+Prints a table; the noise is that of tests/clock_steps.py. Coverage is of a table that makes the step
+1 % faster, claims are of a table of defaults, judged as a replay's report does.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from clock_steps import SCENARIOS, Job, Noise, replay
+
+from gemmtune.gemm import Gemm
+from gemmtune.replay.analyse import Calls, Rank, Result, Step, analyse
+from gemmtune.replay.plan import COMPARE, Plan, pairs_of, ratios
+from gemmtune.replay.verdict import judge
+from gemmtune.stats import bootstrap_interval
+
+RUNS = 2000
+GAIN = 0.01
+GEMM = Gemm(256, 64, 128, "T", "N", *["float32"] * 3, "-", 128, 128, 256)
+
+
+def analysed(noise: Noise, seed: int) -> Result:
+    """The analysis of a replay of a table of defaults."""
+    rounds, us = replay(Plan(seed=seed), Job(noise, 0.0, seed))
+    rows = {0: Calls(0, 0.0, 1, 5.0)}
+    tuned = {i for r in rounds if r.kind == COMPARE for i in range(r.first, r.end) if r.tuned(i)}
+    steps = [Step(i, float(t), rows if i in tuned else {}) for i, t in enumerate(us) if i]
+    return analyse(Plan(), [Rank(0, steps, rounds)], [(2, GEMM, "aten")])
+
+
+def main() -> None:
+    print(f"{RUNS} replays of each kind, steps of 60 ms, precision {Plan().precision:g} %")
+    print(
+        f"{'scenario':15}{'covered %':>10}{'width %':>9}{'reached %':>11}{'pairs':>7}{'steps':>7}"
+        f"{'A/A claims %':>14}{'A/A warned %':>14}"
+    )
+    for name, noise in SCENARIOS.items():
+        plan = Plan()
+        covered, claimed, warned, widths, pairs, steps = 0, 0, 0, [], [], []
+        for seed in range(RUNS):
+            rounds, us = replay(plan._replace(seed=seed), Job(noise, GAIN, seed))
+            interval = bootstrap_interval(ratios(rounds, us, COMPARE))
+            covered += interval.low <= 1 + GAIN <= interval.high
+            widths.append(100 * interval.precision)
+            pairs.append(pairs_of(rounds, COMPARE))
+            steps.append(len(us))
+            found = analysed(noise, RUNS + seed)
+            claimed += judge(found).kind in ("faster", "slower")
+            warned += bool(found.noise)
+        reached = np.mean(np.array(widths) <= plan.precision)
+        print(
+            f"{name:15}{100 * covered / RUNS:10.1f}{np.median(widths):9.2f}{100 * reached:11.1f}"
+            f"{np.median(pairs):7.0f}{np.median(steps):7.0f}{100 * claimed / RUNS:14.1f}"
+            f"{100 * warned / RUNS:14.1f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
