@@ -1,7 +1,7 @@
 """Replays of simulated jobs: how often the interval covers the true ratio, and what it takes.
 
-Prints a table; the noise is that of tests/clock_steps.py. Coverage is of a table that makes the step
-1 % faster, claims are of a table of defaults, judged as a replay's report does.
+Prints a table; the noise is that of tests/clock_steps.py. Coverage is of a table that makes the
+step 1 % faster, claims are of a table of defaults, judged as a replay's report does.
 """
 
 import sys
@@ -13,8 +13,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from clock_steps import SCENARIOS, Job, Noise, replay
 
 from gemmtune.gemm import Gemm
-from gemmtune.replay.analyse import Calls, Rank, Result, Step, analyse
-from gemmtune.replay.plan import COMPARE, Plan, pairs_of, ratios
+from gemmtune.replay.analyse import Calls, Rank, Step, analyse
+from gemmtune.replay.decide import ratios
+from gemmtune.replay.plan import COMPARE, Plan, pairs_of
 from gemmtune.replay.verdict import judge
 from gemmtune.stats import bootstrap_interval
 
@@ -23,24 +24,31 @@ GAIN = 0.01
 GEMM = Gemm(256, 64, 128, "T", "N", *["float32"] * 3, "-", 128, 128, 256)
 
 
-def analysed(noise: Noise, seed: int) -> Result:
-    """The analysis of a replay of a table of defaults."""
+def claims(noise: Noise, seed: int) -> bool:
+    """Whether the replay of a table of defaults ends in a difference."""
     rounds, us = replay(Plan(seed=seed), Job(noise, 0.0, seed))
+    interval = bootstrap_interval(ratios(rounds, us, COMPARE))
+    if interval.low <= 1 <= interval.high:
+        return False  # no claim follows from it: the full analysis, which takes long, is spared
     rows = {0: Calls(0, 0.0, 1, 5.0)}
     tuned = {i for r in rounds if r.kind == COMPARE for i in range(r.first, r.end) if r.tuned(i)}
     steps = [Step(i, float(t), rows if i in tuned else {}) for i, t in enumerate(us) if i]
-    return analyse(Plan(), [Rank(0, steps, rounds)], [(2, GEMM, "aten")])
+    found = analyse(Plan(), [Rank(0, steps, rounds)], [(2, GEMM, "aten")])
+    return judge(found).kind in ("faster", "slower")
 
 
 def main() -> None:
-    print(f"{RUNS} replays of each kind, steps of 60 ms, precision {Plan().precision:g} %")
+    plan = Plan()
+    print(
+        f"{RUNS} replays of each kind: steps of 60 ms, table {100 * GAIN:g} % faster, precision"
+        f" {plan.precision:g} %, at most {plan.max_pairs} pairs; A/A: a table of defaults"
+    )
     print(
         f"{'scenario':15}{'covered %':>10}{'width %':>9}{'reached %':>11}{'pairs':>7}{'steps':>7}"
-        f"{'A/A claims %':>14}{'A/A warned %':>14}"
+        f"{'A/A claims %':>14}"
     )
     for name, noise in SCENARIOS.items():
-        plan = Plan()
-        covered, claimed, warned, widths, pairs, steps = 0, 0, 0, [], [], []
+        covered, claimed, widths, pairs, steps = 0, 0, [], [], []
         for seed in range(RUNS):
             rounds, us = replay(plan._replace(seed=seed), Job(noise, GAIN, seed))
             interval = bootstrap_interval(ratios(rounds, us, COMPARE))
@@ -48,14 +56,11 @@ def main() -> None:
             widths.append(100 * interval.precision)
             pairs.append(pairs_of(rounds, COMPARE))
             steps.append(len(us))
-            found = analysed(noise, RUNS + seed)
-            claimed += judge(found).kind in ("faster", "slower")
-            warned += bool(found.noise)
+            claimed += claims(noise, RUNS + seed)
         reached = np.mean(np.array(widths) <= plan.precision)
         print(
             f"{name:15}{100 * covered / RUNS:10.1f}{np.median(widths):9.2f}{100 * reached:11.1f}"
-            f"{np.median(pairs):7.0f}{np.median(steps):7.0f}{100 * claimed / RUNS:14.1f}"
-            f"{100 * warned / RUNS:14.1f}",
+            f"{np.median(pairs):7.0f}{np.median(steps):7.0f}{100 * claimed / RUNS:14.1f}",
             flush=True,
         )
 

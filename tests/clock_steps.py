@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.signal import lfilter
 
-from gemmtune.replay.plan import END, Plan, Round, beginning, following
+from gemmtune.replay.decide import following
+from gemmtune.replay.plan import END, Plan, Round, beginning
 
 
 class Noise(NamedTuple):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmtune.errors import UsageError
+from gemmtune.replay.decide import following, ratios, settling
 from gemmtune.replay.plan import (
     COMPARE,
     CONTROL,
@@ -24,10 +25,7 @@ from gemmtune.replay.plan import (
     Round,
     beginning,
     blocks,
-    following,
     pairs_of,
-    ratios,
-    settling,
 )
 from gemmtune.stats import bootstrap_interval
 
@@ -162,8 +160,8 @@ def test_pairs_that_are_not_whole_are_left_out() -> None:
 
 def test_the_decisions_are_the_same_in_every_process() -> None:
     code = (
-        "from gemmtune.replay.plan import *; p = Plan(seed=7, block=5);"
-        "print(*following(p, [beginning(p)], np.array([np.nan, 5.0, 6.0])).orders)"
+        "from gemmtune.replay.decide import *; p = Plan(seed=7, block=5);"
+        "print(*following(p, [Round(WARMUP, 0, 3)], np.array([np.nan, 5.0, 6.0])).orders)"
     )
     there = subprocess.check_output([sys.executable, "-c", code], text=True).split()
     us = np.array([np.nan, 5.0, 6.0])

@@ -11,7 +11,8 @@ from clock_steps import SCENARIOS, Job, replay
 
 from gemmtune.gemm import Gemm
 from gemmtune.replay.analyse import Calls, Rank, Step, analyse
-from gemmtune.replay.plan import COMPARE, Plan, pairs_of, ratios
+from gemmtune.replay.decide import ratios
+from gemmtune.replay.plan import COMPARE, Plan, pairs_of
 from gemmtune.replay.verdict import judge
 from gemmtune.stats import bootstrap_interval
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from gemmtune.gemm import Gemm
 from gemmtune.replay import noise
+from gemmtune.replay.decide import ratios
 from gemmtune.replay.plan import (
     COMPARE,
     CONTROL,
@@ -28,7 +29,6 @@ from gemmtune.replay.plan import (
     Round,
     blocks,
     pairs_of,
-    ratios,
 )
 from gemmtune.stats import Interval, bootstrap_interval, trimmed_mean
 

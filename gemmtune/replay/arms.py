@@ -22,7 +22,8 @@ from gemmtune.job.apply import Applier, backend_of, compare, open_applier
 from gemmtune.job.coverage import first_rows
 from gemmtune.replay.agree import TIMEOUT_S, Lost, agree
 from gemmtune.replay.analyse import Calls, Rank, Step
-from gemmtune.replay.plan import END, Plan, Round, beginning, following
+from gemmtune.replay.decide import following
+from gemmtune.replay.plan import END, Plan, Round, beginning
 from gemmtune.table import Table, Tuned, read
 
 FILES = "steps-*.jsonl"
