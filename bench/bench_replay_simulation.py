@@ -10,31 +10,14 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from clock_steps import SCENARIOS, Job, Noise, replay
+from clock_steps import SCENARIOS, Job, claims, replay
 
-from gemmtune.gemm import Gemm
-from gemmtune.replay.analyse import Calls, Rank, Step, analyse
 from gemmtune.replay.decide import ratios
 from gemmtune.replay.plan import COMPARE, Plan, pairs_of
-from gemmtune.replay.verdict import judge
 from gemmtune.stats import bootstrap_interval
 
 RUNS = 2000
 GAIN = 0.01
-GEMM = Gemm(256, 64, 128, "T", "N", *["float32"] * 3, "-", 128, 128, 256)
-
-
-def claims(noise: Noise, seed: int) -> bool:
-    """Whether the replay of a table of defaults ends in a difference."""
-    rounds, us = replay(Plan(seed=seed), Job(noise, 0.0, seed))
-    interval = bootstrap_interval(ratios(rounds, us, COMPARE))
-    if interval.low <= 1 <= interval.high:
-        return False  # no claim follows from it: the full analysis, which takes long, is spared
-    rows = {0: Calls(0, 0.0, 1, 5.0)}
-    tuned = {i for r in rounds if r.kind == COMPARE for i in range(r.first, r.end) if r.tuned(i)}
-    steps = [Step(i, float(t), rows if i in tuned else {}) for i, t in enumerate(us) if i]
-    found = analyse(Plan(), [Rank(0, steps, rounds)], [(2, GEMM, "aten")])
-    return judge(found).kind in ("faster", "slower")
 
 
 def main() -> None:

@@ -9,8 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from scipy.signal import lfilter
 
-from gemmtune.replay.decide import following
-from gemmtune.replay.plan import END, Plan, Round, beginning
+from gemmtune.gemm import Gemm
+from gemmtune.replay.analyse import Calls, Rank, Step, analyse
+from gemmtune.replay.decide import following, ratios
+from gemmtune.replay.plan import COMPARE, END, Plan, Round, beginning
+from gemmtune.replay.verdict import judge
+from gemmtune.stats import bootstrap_interval
+
+GEMM = Gemm(256, 64, 128, "T", "N", *["float32"] * 3, "-", 128, 128, 256)
 
 
 class Noise(NamedTuple):
@@ -98,3 +104,16 @@ def replay(plan: Plan, job: Job) -> tuple[list[Round], np.ndarray]:
         us[0] = np.nan  # nothing says when the first step began
         rounds.append(following(plan, rounds, us))
     return rounds, us
+
+
+def claims(noise: Noise, seed: int) -> bool:
+    """Whether the replay of a table of defaults ends in a difference."""
+    rounds, us = replay(Plan(seed=seed), Job(noise, 0.0, seed))
+    interval = bootstrap_interval(ratios(rounds, us, COMPARE))
+    if interval.low <= 1 <= interval.high:
+        return False  # no claim follows from it: the full analysis, which takes long, is spared
+    rows = {0: Calls(0, 0.0, 1, 5.0)}
+    tuned = {i for r in rounds if r.kind == COMPARE for i in range(r.first, r.end) if r.tuned(i)}
+    steps = [Step(i, float(t), rows if i in tuned else {}) for i, t in enumerate(us) if i]
+    found = analyse(Plan(), [Rank(0, steps, rounds)], [(2, GEMM, "aten")])
+    return judge(found).kind in ("faster", "slower")
