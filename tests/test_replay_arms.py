@@ -1,5 +1,7 @@
 """The replay inside the job, step by step, with an applier that only writes down its orders."""
 
+import math
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import torch
 
 from gemmtune.gemm import Algo, Gemm
 from gemmtune.job.apply import Launches
+from gemmtune.replay.analyse import analyse
 from gemmtune.replay.arms import Arms, read_steps
-from gemmtune.replay.plan import Plan, schedule
+from gemmtune.replay.plan import Plan, blocks
 from gemmtune.table import Table, Tuned
 
 PLAN = Plan(seed=5, pairs=3, aa_pairs=2, block=3, warmup=2)
@@ -58,9 +61,14 @@ def test_arms_follow_the_schedule_and_the_job_may_go_on(
         optimizer.step()
     assert applier.closed
     optimizer.step()
-    tuned = {i: b.tuned for b in schedule(PLAN) for i in range(b.first, b.last + 1)}
-    assert arms == [tuned.get(i, False) for i in range(PLAN.steps)]
     (rank,) = read_steps(tmp_path)
+    tuned = {i: b.tuned for b in blocks(rank.rounds) for i in range(b.first, b.last + 1)}
+    assert arms == [tuned.get(i, False) for i in range(PLAN.steps)]
+    assert sum(tuned.values()) == 9
+    assert [entry.kind for entry in rank.rounds] == ["warmup", "control", "compare", "end"]
+    assert (rank.plan, rank.gemms, rank.lost) == (PLAN, [str(GEMM)], "")
+    assert set(rank.readings) == {2, *range(5, PLAN.steps + 1, 3)}  # at the end of each block
+    assert all(values["cpu_s"] > 0 for values in rank.readings.values())
     assert (rank.rank, rank.world, rank.differences) == (0, 1, ["threads: 2, 1"])
     assert rank.fallbacks == {"mv does not fit": 2}
     assert [s.step for s in rank.steps] == list(range(1, PLAN.steps))
@@ -90,3 +98,35 @@ def test_a_torn_last_record_is_left_out(tmp_path: Path, optimizer: torch.optim.O
     assert rank.steps[-1].step == PLAN.steps - 2
     path.write_text(text[:10])
     assert read_steps(tmp_path) == []
+
+
+def test_where_nothing_is_given_it_measures_and_ends_by_itself(
+    tmp_path: Path, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("gemmtune.replay.arms.perf_counter", lambda: now)
+    applier = Notebook()
+    plan = Plan(precision=0.5)
+    Arms(plan, TABLE, applier, differences=[], out=str(tmp_path), stop=False)
+    noise = random.Random(3)
+    while not applier.closed:
+        now += math.exp(noise.gauss(0, 0.01)) / (1.1 if applier.choices else 1)
+        optimizer.step()
+    ranks = read_steps(tmp_path)
+    found = analyse(plan, ranks, [(2, GEMM, "transposed")])
+    assert [r.kind for r in found.rounds[:3]] == ["warmup", "probe", "control"]
+    assert found.done and 100 * found.effect.precision <= 0.5
+    assert found.effect.low < 1.1 < found.effect.high
+
+
+def test_a_process_that_cannot_record_ends_the_replay_with_the_default(
+    tmp_path: Path, optimizer: torch.optim.Optimizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    applier = Notebook()
+    Arms(PLAN, TABLE, applier, differences=[], out=str(tmp_path / "gone"), stop=False)
+    for _ in range(PLAN.warmup):
+        assert not applier.closed
+        optimizer.step()
+    assert applier.closed and not applier.choices
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "cannot record steps in" in line and "gone" in line

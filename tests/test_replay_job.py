@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 from gemmtune.cli import main
 from gemmtune.dialects import te
 from gemmtune.gemm import Algo, Gemm
+from gemmtune.replay import arms
 from gemmtune.table import Tuned, write
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +46,11 @@ for step in range(int(steps)):
     print("loss", loss.item().hex(), flush=True)
     if "kill" in words and step == 60:
         os.kill(os.getpid(), signal.SIGKILL)
+    if "lose" in words and step == 10 and torch.distributed.get_rank():
+        from gemmtune.replay import agree
+        def gone():
+            raise ConnectionError("the store is gone")
+        agree._store = gone
 sys.exit(7 if "fail" in words else 0)
 """
 F32 = ("float32",) * 3
@@ -62,8 +70,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def table(path: Path, config: str, **provenance: Any) -> None:
-    rows = [Tuned(0, gemm, 0, 2**63 - 1, Algo(1, 0, config)) for gemm in (FPROP, DGRAD, NEVER)]
+def table(
+    path: Path,
+    config: str,
+    gemms: tuple[Gemm, ...] = (FPROP, DGRAD, NEVER),
+    **provenance: Any,
+) -> None:
+    rows = [Tuned(0, gemm, 0, 2**63 - 1, Algo(1, 0, config)) for gemm in gemms]
     write(path, rows, Tuned, {"stage": "hand", **provenance})
 
 
@@ -101,8 +114,8 @@ def plain(folder: Path) -> list[float]:
 def test_a_job_is_replayed_and_ends_with_the_schedule(folder: Path) -> None:
     done = gemmtune(
         folder,
-        *("replay", "tuned.csv", "--pairs", "4", "--aa-pairs", "2", "-o", "replay.json"),
-        *("--", sys.executable, "train.py", "5000"),
+        *("replay", "tuned.csv", "--pairs", "4", "--aa-pairs", "2", "--block", "5"),
+        *("-o", "replay.json", "--", sys.executable, "train.py", "5000"),
     )
     assert done.returncode in (0, 1), done.stderr
     assert len(losses(done)) == 62  # 3 + 2·5·6 steps, ended before the last one's loss is printed
@@ -132,6 +145,13 @@ def test_rows_are_launched_on_every_rank_and_all_ranks_switch_at_the_same_step(
     assert done.returncode in (0, 1), done.stderr
     values = json.loads((folder / "ranks.json").read_text())
     assert values["ranks"] == [0, 1] and values["world"] == 2 and values["pairs"] == 3
+    first, second = arms.read_steps(folder / "ranks.steps")
+    assert [r.kind for r in first.rounds] == ["warmup", "probe", "control", "compare", "end"]
+    assert first.rounds == second.rounds
+    tuned = {i: r.tuned(i) for r in first.rounds[:-1] for i in range(r.first, r.end)}
+    for rank in (first, second):
+        ran = {s.step: bool(s.rows[0].tuned) for s in rank.steps}
+        assert ran == {i: arm for i, arm in tuned.items() if i}
     assert [row["ranks"] for row in values["rows"]] == [[0, 1], [0, 1], []]
     assert [row["calls"] for row in values["rows"]] == [1, 1, 0]
 
@@ -167,8 +187,8 @@ def test_an_alternative_that_raises_is_reported_and_the_job_goes_on(
 def test_a_killed_job_leaves_its_steps(folder: Path) -> None:
     done = gemmtune(
         folder,
-        *("replay", "tuned.csv", "--block", "3", "--aa-pairs", "2", "-o", "killed.json"),
-        *("--", sys.executable, "train.py", "5000", "kill"),
+        *("replay", "tuned.csv", "--block", "3", "--aa-pairs", "2", "--pairs", "10"),
+        *("-o", "killed.json", "--", sys.executable, "train.py", "5000", "kill"),
     )
     assert done.returncode == 2
     assert "the job ended with exit code 137" in done.stderr
@@ -176,6 +196,69 @@ def test_a_killed_job_leaves_its_steps(folder: Path) -> None:
     # steps 0 to 60 are 3 to warm up, 12 of the control, and 7 whole pairs of 6
     assert values["steps_seen"] == 61 and values["pairs"] == 7
     assert "the job ended early: 7 of 10 pairs are whole (61 of 75 steps)" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_rank_that_loses_the_store_stays_with_the_default_and_is_named(folder: Path) -> None:
+    done = gemmtune(
+        folder,
+        *("replay", "tuned.csv", "--block", "3", "--aa-pairs", "2", "--pairs", "3"),
+        *("-o", "lost.json", "--", "torchrun", "--nproc-per-node", "2", "train.py", "5000", "lose"),
+    )
+    assert done.returncode == 2, done.stderr
+    assert "rank 1 went on with the default alone: the decision of rank 0 did not" in done.stdout
+    assert "arrive: the store is gone (step 15)" in done.stdout
+    first, second = arms.read_steps(folder / "lost.steps")
+    assert [r.kind for r in first.rounds] == ["warmup", "control", "compare", "end"]
+    assert first.rounds[:2] == second.rounds and len(second.steps) > 30
+    assert not any(s.rows[0].tuned for s in second.steps)
+    assert json.loads((folder / "lost.json").read_text())["pairs"] == 0
+
+
+def test_a_killed_replay_loses_no_step(folder: Path) -> None:
+    plan = ("--block", "20", "--aa-pairs", "8", "--pairs", "10", "-o", "again.json")
+    argv = ("-m", "gemmtune", "replay", "tuned.csv", *plan, "--", sys.executable, "train.py")
+    with subprocess.Popen(
+        [sys.executable, *argv, "9999"], cwd=folder, env=clean(), stdout=subprocess.DEVNULL
+    ) as replay:
+        logs = folder / "again.steps"
+        wait_for(lambda: [r for r in arms.read_steps(logs) if len(r.steps) > 20])
+        replay.kill()
+    assert not (folder / "again.json").exists()
+    wait_for(lambda: [r for r in arms.read_steps(logs) if r.rounds[-1].kind == "end"])
+    done = gemmtune(folder, "replay", "tuned.csv", "--reanalyse", "-o", "again.json")
+    assert done.returncode in (0, 1), done.stderr
+    values = json.loads((folder / "again.json").read_text())
+    assert values["pairs"] == 10 and values["job"] == [sys.executable, "train.py", "9999"]
+    assert values["machine"]["arch"] and values["job_exit_code"] is None
+    before = (folder / "again.json").read_bytes()
+    gemmtune(folder, "replay", "tuned.csv", "--reanalyse", "-o", "again.json")
+    assert (folder / "again.json").read_bytes() == before
+    table(folder / "other.csv", "transposed", gemms=(FPROP,))
+    other = gemmtune(folder, "replay", "other.csv", "--reanalyse", "-o", "again.json")
+    assert other.returncode == 2 and "has the steps of another table" in other.stderr
+    # Cut short once more, the steps are kept when the next replay begins.
+    (folder / "again.json").unlink()
+    done = gemmtune(
+        folder, "replay", "tuned.csv", *plan, "--", sys.executable, "train.py", "5", "quick"
+    )
+    assert "the steps of a replay that was cut short are in again.steps.1" in done.stderr
+    assert len(arms.read_steps(folder / "again.steps.1")[0].steps) > 20
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_steps_cannot_be_judged_again_where_there_are_none(folder: Path) -> None:
+    done = gemmtune(folder, "replay", "tuned.csv", "--reanalyse", "-o", "no.json")
+    assert done.returncode == 2
+    assert "no step logs in no.steps: replay the job first, with -o no.json" in done.stderr
+    done = gemmtune(folder, "replay", "tuned.csv", "--reanalyse")
+    assert done.returncode == 2 and "reads the steps beside -o, as in:" in done.stderr
 
 
 def test_a_table_made_elsewhere_is_refused(folder: Path) -> None:

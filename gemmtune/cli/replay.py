@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from gemmtune import table, textfile
 from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
-from gemmtune.cli.run import BACKEND, TUNED, read_job_table
+from gemmtune.cli.run import BACKEND, TUNED, check_job, read_job_table
 from gemmtune.errors import Incompatible, UsageError
 from gemmtune.replay.plan import Plan
+
+if TYPE_CHECKING:
+    from gemmtune.replay.analyse import Rank
 
 ENTRY = "gemmtune.replay.arms:start"
 DEFAULTS = Plan()
@@ -22,7 +28,20 @@ DEFAULTS = Plan()
 @TUNED
 @JOB
 @click.option(
-    "--pairs", default=DEFAULTS.pairs, show_default=True, help="Pairs of blocks to compare."
+    "--precision",
+    default=DEFAULTS.precision,
+    show_default=True,
+    metavar="PERCENT",
+    help="Half-width of the interval to come to.",
+)
+@click.option(
+    "--max-pairs",
+    default=DEFAULTS.max_pairs,
+    show_default=True,
+    help="Pairs of blocks to compare at most for it.",
+)
+@click.option(
+    "--pairs", type=int, help="Pairs to compare.  [default: as many as the precision takes]"
 )
 @click.option(
     "--aa-pairs",
@@ -30,16 +49,27 @@ DEFAULTS = Plan()
     show_default=True,
     help="Control pairs before them, default against default.",
 )
-@click.option("--block", default=DEFAULTS.block, show_default=True, help="Steps in a block.")
 @click.option(
-    "--warmup", default=DEFAULTS.warmup, show_default=True, help="Steps before the first block."
+    "--block", type=int, help="Steps in a block.  [default: by how fast the step time settles]"
+)
+@click.option(
+    "--warmup", default=DEFAULTS.warmup, show_default=True, help="Steps before all of these."
 )
 @click.option("--seed", default=DEFAULTS.seed, show_default=True, help="Seed of the random order.")
 @click.option("--no-stop", is_flag=True, help="Let the job run on when the last block is done.")
 @click.option("--optimizer", metavar="CLASS", help=OPTIMIZER)
 @BACKEND
 @click.option(
-    "-o", "--json", "output", type=click.Path(path_type=Path), help="Write all of it as JSON."
+    "-o",
+    "--json",
+    "output",
+    type=click.Path(path_type=Path),
+    help="Write all of it as JSON, and keep each step beside it (replay.steps).",
+)
+@click.option(
+    "--reanalyse",
+    is_flag=True,
+    help="Run no job: judge the steps kept beside -o again, as after a kill.",
 )
 @click.pass_context
 def replay(
@@ -47,58 +77,63 @@ def replay(
     *,
     tuned: Path | None,
     job: tuple[str, ...],
-    pairs: int,
+    precision: float,
+    max_pairs: int,
+    pairs: int | None,
     aa_pairs: int,
-    block: int,
+    block: int | None,
     warmup: int,
     seed: int,
     no_stop: bool,
     optimizer: str | None,
     backend: str | None,
     output: Path | None,
+    reanalyse: bool,
 ) -> None:
     """Compare the default with the table TUNED inside the running JOB.
 
-    All ranks alternate between the two in blocks of optimizer steps; the job ends with the last
-    block. Exit code: 0 faster or no difference, 1 slower, 2 nothing could be said or the job
-    failed, 3 the table was made on another machine.
+    All ranks alternate between the two in blocks of optimizer steps: first a control, default
+    against default, from whose spread the number of pairs is planned, then default against TUNED
+    until the interval is narrow enough. The job is ended with the last block.
+
+    Exit code: 0 faster or no difference, 1 slower, 2 nothing could be said or the job failed, 3 the
+    table was made on another machine.
     """
-    plan = Plan(seed, warmup, block, pairs, aa_pairs)
+    plan = Plan(seed, warmup, block, pairs, aa_pairs, precision, max_pairs)
     plan.check()
     example = "replay tuned.csv -- python train.py"
-    text, made = read_job_table(tuned, example)
-    if not job:
-        raise UsageError(f"no job: write it after --, as in: gemmtune {example}")
-    assert tuned is not None
+    path, text, made = read_job_table(tuned, example)
     if made is None:
         raise UsageError(
-            f"{tuned} is in a dialect of Transformer Engine, which loads it once and for all: "
+            f"{path} is in a dialect of Transformer Engine, which loads it once and for all: "
             f"replay takes tables of gemmtune"
+        )
+    if not reanalyse:
+        check_job(job, example)
+    elif job or output is None:
+        raise UsageError(
+            "--reanalyse runs no job and reads the steps beside -o, as in: "
+            "gemmtune replay tuned.csv --reanalyse -o replay.json"
         )
     if output is not None:
         textfile.check_writable(output)  # better now than after the job
 
-    from gemmtune import machine
-    from gemmtune.backends import base
-    from gemmtune.job import apply, launch
-    from gemmtune.replay import analyse, arms, verdict
+    from gemmtune.job import coverage
+    from gemmtune.replay import analyse, logs, verdict
 
-    backend = apply.backend_of(made, backend)
-    hard, _ = apply.compare(made, backend)
-    if hard:
-        raise Incompatible(f"{tuned} cannot be replayed here: {'; '.join(hard)}")
-    options = {
-        "table": str(tuned.absolute()),
-        "backend": backend,
-        "plan": plan._asdict(),
-        "stop": not no_stop,
-        "optimizer": optimizer,
-    }
-    code, ranks = 0, []
-    if made.rows:
-        with tempfile.TemporaryDirectory(prefix="gemmtune-replay-") as out:
-            code = launch.run(job, ENTRY, options, out)
-            ranks = arms.read_steps(out)
+    code: int | None = None
+    if reanalyse and output is not None:
+        gemms = [str(gemm) for gemm in coverage.first_rows(made.rows)]
+        about, ranks = logs.reread(output, gemms)
+        plan = ranks[0].plan
+    else:
+        options = {
+            "table": str(path.absolute()),
+            "plan": plan._asdict(),
+            "stop": not no_stop,
+            "optimizer": optimizer,
+        }
+        about, code, ranks = _run(made, path, job, backend, options, output)
     rows = [
         (line, row.gemm, row.algo.config)
         for (line, _), row in zip(table.scan(text, table.Tuned), made.rows, strict=True)
@@ -107,21 +142,63 @@ def replay(
     found = verdict.judge(result)
     for line in verdict.lines(result, found):
         click.echo(line)
-    if made.rows and not ranks:
+    if made.rows and job and not ranks:
         note_elsewhere(job)
     if output is not None:
         values = {
             "verdict": found._asdict(),
-            "table": str(tuned),
-            "job": list(job),
+            **about,
             "job_exit_code": code,
-            "machine": machine.fingerprint(base.get(backend)),
             **analyse.as_json(result),
         }
         textfile.write_text(output, json.dumps(values, indent=1) + "\n")
     if code:
         click.echo(f"gemmtune: the job ended with exit code {code}", err=True)
         # Once all is measured the job is ended from here, and how it goes is not its own doing.
-        if no_stop or result.pairs < plan.pairs:
+        if no_stop or not result.done:
             ctx.exit(2)
     ctx.exit(verdict.EXIT[found.kind])
+
+
+def _run(
+    made: table.Table[table.Tuned],
+    path: Path,
+    job: tuple[str, ...],
+    backend: str | None,
+    options: dict[str, Any],
+    output: Path | None,
+) -> tuple[dict[str, Any], int, list[Rank]]:
+    """Run the job: what the replay is about, the job's exit code, its ranks' records."""
+    from gemmtune import machine
+    from gemmtune.backends import base
+    from gemmtune.job import apply, launch
+    from gemmtune.replay import arms
+
+    backend = apply.backend_of(made, backend)
+    hard, _ = apply.compare(made, backend)
+    if hard:
+        raise Incompatible(f"{path} cannot be replayed here: {'; '.join(hard)}")
+    fingerprint = machine.fingerprint(base.get(backend))
+    about = {"table": str(path), "job": list(job), "machine": fingerprint}
+    if not made.rows:
+        return about, 0, []
+    with _logs(output, about) as folder:
+        code = launch.run(job, ENTRY, {**options, "backend": backend}, folder)
+        return about, code, arms.read_steps(folder)
+
+
+@contextlib.contextmanager
+def _logs(output: Path | None, about: dict[str, Any]) -> Iterator[Path]:
+    """The folder for the ranks' step logs: beside the output, or one for the time being."""
+    from gemmtune.replay import logs
+
+    if output is not None and (output.is_file() or not output.exists()):
+        made, kept = logs.prepare(output, about)
+        if kept is not None:
+            click.echo(
+                f"gemmtune: the steps of a replay that was cut short are in {kept}", err=True
+            )
+        yield made
+    else:
+        with tempfile.TemporaryDirectory(prefix="gemmtune-replay-") as folder:
+            yield Path(folder)

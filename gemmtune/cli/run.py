@@ -30,8 +30,11 @@ TE_TUNING = (
 )
 
 
-def read_job_table(path: Path | None, command: str) -> tuple[str, Table[Tuned] | None]:
-    """A table's text and rows; no rows for a Transformer Engine dialect, which TE reads itself."""
+def read_job_table(path: Path | None, command: str) -> tuple[Path, str, Table[Tuned] | None]:
+    """A table's path, text and rows; no rows for a dialect of TE, which reads it itself.
+
+    `command` is an example of what was meant, for the message where there is no table.
+    """
     from gemmtune.dialects import te
 
     if path is None:
@@ -40,8 +43,14 @@ def read_job_table(path: Path | None, command: str) -> tuple[str, Table[Tuned] |
         raise UsageError(f"there is no table {path}: write it first, as in: gemmtune {command}")
     text = read_text(path)
     if te.detect(text) is not None:
-        return text, None
-    return text, parse(text, Tuned, str(path))
+        return path, text, None
+    return path, text, parse(text, Tuned, str(path))
+
+
+def check_job(job: tuple[str, ...], command: str) -> None:
+    """Raise UsageError where there is no job; `command` is an example of what was meant."""
+    if not job:
+        raise UsageError(f"no job: write it after --, as in: gemmtune {command}")
 
 
 def te_variables(path: Path) -> tuple[dict[str, str], list[str]]:
@@ -91,18 +100,16 @@ def run(
     from gemmtune.job.coverage import Use, summary
 
     example = "run tuned.csv -- python train.py"
-    _, rows = read_job_table(tuned, example)
-    if not job:
-        raise UsageError(f"no job: write it after --, as in: gemmtune {example}")
-    assert tuned is not None
+    path, _, rows = read_job_table(tuned, example)
+    check_job(job, example)
     if rows is None:
         words = launch.command(job)
-        variables, unset = te_variables(tuned)
+        variables, unset = te_variables(path)
         env = {k: v for k, v in os.environ.items() if k not in unset} | variables
         click.echo(f"gemmtune: {ALGO_LOAD}={variables[ALGO_LOAD]}", err=True)
         os.execvpe(words[0], words, env)
     with tempfile.TemporaryDirectory(prefix="gemmtune-run-") as out:
-        code = launch.run(job, ENTRY, _options(tuned, backend, strict, quiet=True), out)
+        code = launch.run(job, ENTRY, _options(path, backend, strict, quiet=True), out)
         try:
             records = launch.read_ranks(out)
         except JobError:
@@ -130,14 +137,13 @@ def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
     """
     from gemmtune.job import launch
 
-    _, rows = read_job_table(tuned, "env tuned.csv")
-    assert tuned is not None
+    path, _, rows = read_job_table(tuned, "env tuned.csv")
     unset: list[str] = []
     if rows is None:
-        variables, unset = te_variables(tuned)
+        variables, unset = te_variables(path)
     else:
-        options = _options(tuned, backend, strict, quiet=False)
-        variables = launch.environment(ENTRY, options, tuned.absolute().parent)
+        options = _options(path, backend, strict, quiet=False)
+        variables = launch.environment(ENTRY, options, path.absolute().parent)
     for name in unset:
         click.echo(f"unset {name}")
     for name, value in variables.items():

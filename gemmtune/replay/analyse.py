@@ -1,8 +1,9 @@
 """What a replay showed: from the ranks' step records to block times, intervals and coverage. Pure.
 
 A step took as long as it did on its slowest rank. A block is worth the trimmed mean of its counted
-steps, a pair the ratio default / tuned of its blocks (above 1: the table is faster). Blocks and
-pairs that a job cut short are left out; what is whole counts.
+steps, a pair the ratio default / tuned of its blocks (above 1: the table is faster). Which steps
+are a block is what the ranks wrote down. Blocks and pairs that a job cut short are left out; what
+is whole counts.
 """
 
 from __future__ import annotations
@@ -12,9 +13,24 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gemmtune.gemm import Gemm
-from gemmtune.replay.plan import Block, Plan, schedule
-from gemmtune.stats import Interval, ratio_interval, trimmed_mean
+from gemmtune.replay import noise
+from gemmtune.replay.decide import ratios
+from gemmtune.replay.plan import (
+    COMPARE,
+    CONTROL,
+    END,
+    MIN_PAIRS,
+    PROBE,
+    Block,
+    Plan,
+    Round,
+    blocks,
+    pairs_of,
+)
+from gemmtune.stats import Interval, bootstrap_interval, trimmed_mean
 
 # A true difference of z % is shown with a probability of 80 % once half the interval is so much
 # narrower than z: normal quantiles of 97.5 % and 80 %, (1.96 + 0.84) / 1.96.
@@ -41,13 +57,24 @@ class Step(NamedTuple):
 
 
 class Rank(NamedTuple):
-    """The records of one rank. `fallbacks`: calls that failed open, by reason."""
+    """The records of one rank.
+
+    `fallbacks`: calls that failed open, by reason. `readings`: those of gemmtune.job.readings, by
+    the step they were taken before. `lost`: why and when the rank lost touch with rank 0.
+    `gemms`: those of the table that it replayed.
+    """
 
     rank: int
     steps: Sequence[Step]
+    rounds: Sequence[Round]
     world: int = 1
     fallbacks: Mapping[str, int] = {}
     differences: Sequence[str] = ()
+    host: str = ""
+    readings: Mapping[int, Mapping[str, float]] = {}
+    lost: str = ""
+    plan: Plan = Plan()
+    gemms: Sequence[str] = ()
 
 
 class Row(NamedTuple):
@@ -85,14 +112,20 @@ class Timed(NamedTuple):
 
 
 class Result(NamedTuple):
-    """All that a replay showed; the verdict is drawn from this alone."""
+    """All that a replay showed; the verdict is drawn from this alone.
+
+    `planned` is the number of pairs that was decided on, `needed` the steps that they take.
+    """
 
     plan: Plan
+    rounds: list[Round]
     blocks: list[Timed]
     effect: Interval
     control: Interval
     pairs: int
     aa_pairs: int
+    planned: int
+    needed: int
     default_us: float
     tuned_us: float
     rows: list[Row]
@@ -100,7 +133,13 @@ class Result(NamedTuple):
     world: int
     steps_seen: int
     fallbacks: dict[str, int]
+    noise: list[str]
     notes: list[str]
+
+    @property
+    def done(self) -> bool:
+        """Whether the replay came to its end."""
+        return bool(self.rounds) and self.rounds[-1].kind == END
 
 
 def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, str]]) -> Result:
@@ -109,34 +148,67 @@ def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, s
     Works with whatever is there: no ranks, or no whole pair, leave the intervals unbounded.
     """
     ranks, notes = _one_each(ranks)
+    ranks, rounds, more = _agreed(ranks)
+    notes += more
     slowest = _slowest(ranks)
-    blocks = [
+    us = np.full(max(slowest, default=-1) + 1, np.nan)
+    us[list(slowest)] = list(slowest.values())
+    timed = [
         Timed(block, tuple(slowest[i] for i in block.steps))
-        for block in schedule(plan)
+        for block in blocks(rounds)
         if all(i in slowest for i in block.steps)
     ]
-    pairs = _pairs(blocks, control=False)
-    controls = _pairs(blocks, control=True)
+    pairs = _pairs(timed)
     notes += sorted({d for rank in ranks for d in rank.differences})
     fallbacks: Counter[str] = Counter()
+    hosts: dict[str, list[Mapping[int, Mapping[str, float]]]] = {}
     for rank in ranks:
         fallbacks.update(rank.fallbacks)
+        hosts.setdefault(rank.host, []).append(rank.readings)
+    controls = ratios(rounds, us, CONTROL)
+    planned, needed = _planned(plan, rounds)
     return Result(
         plan=plan,
-        blocks=blocks,
-        effect=ratio_interval([a.value_us / b.value_us for a, b in pairs]),
-        control=ratio_interval([a.value_us / b.value_us for a, b in controls]),
+        rounds=rounds,
+        blocks=timed,
+        effect=bootstrap_interval(ratios(rounds, us, COMPARE)),
+        control=bootstrap_interval(controls),
         pairs=len(pairs),
         aa_pairs=len(controls),
+        planned=planned,
+        needed=needed,
         default_us=trimmed_mean([a.value_us for a, _ in pairs]) if pairs else math.nan,
         tuned_us=trimmed_mean([b.value_us for _, b in pairs]) if pairs else math.nan,
-        rows=[_row(i, row, ranks, blocks, pairs) for i, row in enumerate(rows)],
+        rows=[_row(i, row, ranks, timed, pairs) for i, row in enumerate(rows)],
         ranks=tuple(r.rank for r in ranks),
         world=max((r.world for r in ranks), default=0),
-        steps_seen=max(slowest, default=-1) + 1,
+        steps_seen=len(us),
         fallbacks=dict(fallbacks),
+        noise=noise.describe(
+            [t.block.first for t in timed],
+            [t.value_us for t in timed],
+            [t.block.tuned for t in timed],
+            [t.steps_us for t in timed],
+            hosts,
+        ),
         notes=notes,
     )
+
+
+def _planned(plan: Plan, rounds: Sequence[Round]) -> tuple[int, int]:
+    """Pairs decided on, and the steps that they take; the least there may be where none were."""
+    least = plan.pairs or MIN_PAIRS
+    if planned := pairs_of(rounds, COMPARE):
+        end = max(entry.end for entry in rounds if entry.kind == COMPARE)
+        block = rounds[-1].block or rounds[-2].block
+        return max(planned, least), end + 2 * block * max(least - planned, 0)
+    needed = plan.steps
+    for entry in rounds:
+        if entry.kind == PROBE:
+            needed = max(needed, entry.end + 1)
+        if entry.kind == CONTROL:
+            needed = entry.end + 2 * entry.block * least
+    return least, needed
 
 
 def more_pairs(effect: Interval, pairs: int) -> tuple[int, float] | None:
@@ -172,6 +244,24 @@ def _one_each(ranks: Sequence[Rank]) -> tuple[list[Rank], list[str]]:
     return found, notes
 
 
+def _agreed(ranks: Sequence[Rank]) -> tuple[list[Rank], list[Round], list[str]]:
+    """The rounds that all ranks went through, and those ranks that did."""
+    notes = [f"rank {r.rank} went on with the default alone: {r.lost}" for r in ranks if r.lost]
+    rounds = list(ranks[0].rounds) if ranks else []
+    kept = []
+    for rank in ranks:
+        n = min(len(rank.rounds), len(rounds))
+        if list(rank.rounds[:n]) == rounds[:n]:
+            kept.append(rank)
+            rounds = rounds[:n]
+    if alone := len(ranks) - len(kept):
+        notes.append(
+            f"{alone} of {len(ranks)} ranks switched at other steps, as without a process group of"
+            f" torch.distributed each decides by itself: they are left out"
+        )
+    return kept, rounds, notes
+
+
 def _slowest(ranks: Sequence[Rank]) -> dict[int, float]:
     """Time of each step that all ranks have, on its slowest rank."""
     times = [{s.step: s.us for s in rank.steps} for rank in ranks]
@@ -179,12 +269,12 @@ def _slowest(ranks: Sequence[Rank]) -> dict[int, float]:
     return {step: max(t[step] for t in times) for step in sorted(shared)}
 
 
-def _pairs(blocks: Sequence[Timed], control: bool) -> list[tuple[Timed, Timed]]:
-    """Whole pairs, side a first."""
+def _pairs(timed: Sequence[Timed]) -> list[tuple[Timed, Timed]]:
+    """Whole pairs of default against table, the default first."""
     sides: dict[int, dict[str, Timed]] = {}
-    for timed in blocks:
-        if timed.block.control == control:
-            sides.setdefault(timed.block.pair, {})[timed.block.side] = timed
+    for one in timed:
+        if not one.block.control:
+            sides.setdefault(one.block.pair, {})[one.block.side] = one
     return [(s["a"], s["b"]) for s in sides.values() if len(s) == 2]
 
 
@@ -192,10 +282,10 @@ def _row(
     index: int,
     row: tuple[int, Gemm, str],
     ranks: Sequence[Rank],
-    blocks: Sequence[Timed],
+    timed: Sequence[Timed],
     pairs: Sequence[tuple[Timed, Timed]],
 ) -> Row:
-    tuned_steps = [i for t in blocks if t.block.tuned for i in t.block.steps]
+    tuned_steps = [i for t in timed if t.block.tuned for i in t.block.steps]
     by_rank = {r.rank: {s.step: s.rows[index] for s in r.steps if index in s.rows} for r in ranks}
     launched = {r: sum(c[i].tuned for i in tuned_steps if i in c) for r, c in by_rank.items()}
     everywhere = [calls for calls in by_rank.values() if calls]
@@ -217,7 +307,7 @@ def _row(
         calls=sum(launched.values()) / per_rank if per_rank else 0.0,
         default_us=trimmed_mean([a for a, _ in times]) if times else math.nan,
         tuned_us=trimmed_mean([b for _, b in times]) if times else math.nan,
-        ratio=ratio_interval([a / b for a, b in times]) if len(times) > 1 else None,
+        ratio=bootstrap_interval([a / b for a, b in times]) if len(times) > 1 else None,
         met=bool(everywhere),
     )
 

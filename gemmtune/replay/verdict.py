@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gemmtune.replay.analyse import Result, Row, more_pairs
+from gemmtune.replay.plan import COMPARE, PROBE
 from gemmtune.stats import Interval
 from gemmtune.table import format_ranks
 
@@ -56,10 +57,7 @@ def judge(result: Result) -> Verdict:
         return Verdict(
             "slower", f"slower by {_span(effect)}: {drop}", tuple(row.line for row in slow)
         )
-    text = f"no difference shown: {_signed(effect)}"
-    if more := more_pairs(effect, result.pairs):
-        text += f"; {more[0]} more pairs would show a difference of {more[1]:g} %"
-    return Verdict("no difference", text)
+    return Verdict("no difference", f"no difference shown: {_signed(effect)}: {_advice(result)}")
 
 
 def warnings(result: Result) -> list[str]:
@@ -69,13 +67,25 @@ def warnings(result: Result) -> list[str]:
         lines.append(
             f"this machine is too noisy: default against default differs by "
             f"{_signed(result.control)}; nothing smaller counts. Stop other work on it, or raise "
-            f"--block and --pairs"
+            f"--block and --aa-pairs"
         )
-    if result.rows and result.pairs < result.plan.pairs:
+    if result.rows and not result.done:
         lines.append(
-            f"the job ended early: {result.pairs} of {result.plan.pairs} pairs are whole "
-            f"({result.steps_seen} of {result.plan.steps} steps)"
+            f"the job ended early: {result.pairs} of {result.planned} pairs are whole "
+            f"({result.steps_seen} of {result.needed} steps)"
         )
+    elif result.pairs > 1 and result.plan.pairs is None and not _narrow(result):
+        lines.append(
+            f"the interval did not come to +-{result.plan.precision:g} % within "
+            f"{_rows(result.pairs, 'pair')}: raise --max-pairs, or --precision"
+        )
+    probe = next((entry for entry in result.rounds if entry.kind == PROBE), None)
+    if probe is not None and any(e.drop >= probe.block // 2 for e in result.rounds):
+        lines.append(
+            f"the step time had not settled {probe.block // 2} steps after a switch: give a --block"
+            f" of many more steps than it takes"
+        )
+    lines += result.noise
     for reason, count in sorted(result.fallbacks.items()):
         lines.append(f"{count} calls went through as the job made them: {reason}")
     return lines + result.notes
@@ -83,11 +93,11 @@ def warnings(result: Result) -> list[str]:
 
 def lines(result: Result, verdict: Verdict) -> Iterator[str]:
     """The report, line by line; the verdict is the last."""
-    plan = result.plan
     if result.pairs:
+        compared = next(r for r in result.rounds if r.kind == COMPARE)
         yield (
-            f"{_rows(result.pairs, 'pair')} of blocks of {plan.block} steps ({plan.drop} of each "
-            f"not counted), rank {format_ranks(result.ranks)}: default "
+            f"{_rows(result.pairs, 'pair')} of blocks of {compared.block} steps "
+            f"({compared.drop} of each not counted), rank {format_ranks(result.ranks)}: default "
             f"{result.default_us / 1000:.2f} ms a step, tuned {result.tuned_us / 1000:.2f} ms"
         )
     if result.aa_pairs > 1:
@@ -127,12 +137,27 @@ def _columns(rows: Sequence[Row], result: Result) -> Iterator[str]:
 
 
 def _too_short(result: Result) -> str:
-    needed = result.plan.steps
     return (
         f"nothing can be said: {_rows(result.pairs, 'whole pair')} in {result.steps_seen} steps, "
-        f"and the schedule takes {needed}: let the job run longer, or lower --pairs, --aa-pairs or "
-        f"--block"
+        f"and this replay takes {result.needed} or more: let the job run longer, or lower --pairs, "
+        f"--aa-pairs or --block"
     )
+
+
+def _narrow(result: Result) -> bool:
+    return 100 * result.effect.precision <= result.plan.precision
+
+
+def _advice(result: Result) -> str:
+    """What to do where no difference was shown."""
+    effect = result.effect
+    bound = max(abs(percent(effect.low)), abs(percent(effect.high)))
+    if _narrow(result):
+        return f"whatever there is is below {bound:.1f} %, so leave the table off"
+    text = "leave the table off"
+    if more := more_pairs(effect, result.pairs):
+        text += f", or show a difference of {more[1]:g} % with --pairs {result.pairs + more[0]}"
+    return text
 
 
 def _rows(count: int, word: str = "row") -> str:
@@ -160,9 +185,16 @@ def _slow_rows(rows: Sequence[Row]) -> list[Row]:
 def _span(interval: Interval) -> str:
     """Size of a difference without its sign: "3.0 % [2.1, 3.9]"."""
     ends = sorted(abs(percent(r)) for r in (interval.low, interval.high))
-    return f"{abs(percent(interval.ratio)):.1f} % [{ends[0]:.1f}, {ends[1]:.1f}]"
+    centre, low, high = (_number(x, interval) for x in (abs(percent(interval.ratio)), *ends))
+    return f"{centre} % [{low}, {high}]"
 
 
 def _signed(interval: Interval) -> str:
-    low, centre, high = (percent(r) for r in (interval.low, interval.ratio, interval.high))
-    return f"{centre:+.1f} % [{low:+.1f}, {high:+.1f}]"
+    ends = (interval.low, interval.ratio, interval.high)
+    low, centre, high = (_number(percent(r), interval, "+") for r in ends)
+    return f"{centre} % [{low}, {high}]"
+
+
+def _number(value: float, interval: Interval, sign: str = "") -> str:
+    """With a second decimal where the interval is narrow."""
+    return f"{value:{sign}.{2 if interval.half_width < 0.005 else 1}f}"
