@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from gemmtune import table, textfile
+from gemmtune.cli import compare
 from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
 from gemmtune.cli.run import BACKEND, TUNED, read_job_table
 from gemmtune.errors import Incompatible, UsageError
@@ -41,6 +42,7 @@ DEFAULTS = Plan()
 @click.option(
     "-o", "--json", "output", type=click.Path(path_type=Path), help="Write all of it as JSON."
 )
+@compare.options
 @click.pass_context
 def replay(
     ctx: click.Context,
@@ -62,7 +64,14 @@ def replay(
     All ranks alternate between the two in blocks of optimizer steps; the job ends with the last
     block. Exit code: 0 faster or no difference, 1 slower, 2 nothing could be said or the job
     failed, 3 the table was made on another machine.
+
+    \b
+    Two jobs, or two settings of one, are compared by processes in turn with --a and --b; what each
+    showed is kept beside compare.json (or -o), and the same command goes on where it was stopped:
+      gemmtune replay --a "python train.py" --b "VAR=1 python train.py --te"
     """
+    if compare.asked(ctx):
+        compare.compare(ctx)
     plan = Plan(seed, warmup, block, pairs, aa_pairs)
     plan.check()
     example = "replay tuned.csv -- python train.py"
