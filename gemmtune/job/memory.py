@@ -17,7 +17,8 @@ NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 # The last line of a traceback, behind a launcher's prefix such as "[rank0]: ".
-_RAISED = re.compile(r"^(?:\[\w+\]: ?)*[\w.]*MemoryError\b")
+_RAISED = re.compile(r"^(?:\[\w+\]: ?)*[\w.]+(?:Error|Exception)\b")
+_MEMORY_ERROR = re.compile(r"^(?:\[\w+\]: ?)*[\w.]*MemoryError\b")
 _ON_GPU = re.compile(r"OutOfMemoryError|\b(?:CUDA|HIP)\b.*out of memory|ALLOC_FAILED", re.I)
 _ON_HOST = re.compile(r"can't allocate memory|not enough memory|cannot allocate memory", re.I)
 
@@ -30,17 +31,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory_line(text: str) -> tuple[str, str] | None:
-    """Whose memory ran out (GPU, CPU, Python or "" where it is not said), and the line that says
-    so first in a job's output; None where none does."""
-    for line in text.splitlines():
-        raised = _RAISED.search(line)
-        if raised or NO_MEMORY.search(line):
-            if _ON_GPU.search(line):
-                return "GPU", line.strip()
-            if _ON_HOST.search(line):
-                return "CPU", line.strip()
-            return ("Python" if raised else ""), line.strip()
-    return None
+    """Whose memory ran out (GPU, CPU, Python or "" where it is not said), and the line of a job's
+    output that says so; None where none does."""
+    found = [x for x in text.splitlines() if _MEMORY_ERROR.search(x) or NO_MEMORY.search(x)]
+    if not found:
+        return None
+    # A traceback also shows the line of source that raised the error.
+    line = next(filter(_RAISED.search, found), found[0])
+    if _ON_GPU.search(line):
+        return "GPU", line.strip()
+    if _ON_HOST.search(line):
+        return "CPU", line.strip()
+    return ("Python" if _MEMORY_ERROR.search(line) else ""), line.strip()
 
 
 def peak_bytes(device: torch.device | None) -> int:
