@@ -24,8 +24,10 @@ from gemmtune.cli import main
 from gemmtune.errors import UsageError
 from gemmtune.job.memory import out_of_memory_line
 from gemmtune.replay import compare, processes, watch
-from gemmtune.replay.compare import FAILED, KILLED, NO_MEMORY, OK, SHORT, Outcome, Plan
+from gemmtune.replay.compare import FAILED, KILLED, NO_MEMORY, OK, SHORT, Outcome
 from gemmtune.replay.processes import Journal, _outcome
+from gemmtune.replay.turns import Plan, parse_command, schedule
+from gemmtune.replay.turns import Run as Process
 
 JOB = """
 import os, sys, time
@@ -71,12 +73,12 @@ def verdict(outcomes: list[Outcome], runs: int = 5) -> compare.Verdict:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_order_is_balanced_random_and_kept_when_more_runs_are_asked_for(seed: int) -> None:
-    runs = compare.schedule(Plan(8, seed=seed))
+    runs = schedule(Plan(8, seed=seed))
     firsts = [run.arm for run in runs[::2]]
     assert firsts.count("a") == 4 and {run.pair for run in runs} == set(range(8))
     assert all({x.arm, y.arm} == {"a", "b"} for x, y in zip(runs[::2], runs[1::2], strict=True))
-    assert runs[:10] == compare.schedule(Plan(5, seed=seed))
-    orders = {tuple(compare.schedule(Plan(8, seed=s))) for s in range(20)}
+    assert runs[:10] == schedule(Plan(5, seed=seed))
+    orders = {tuple(schedule(Plan(8, seed=s))) for s in range(20)}
     assert len(orders) > 5
 
 
@@ -205,7 +207,7 @@ def seen(steps: int, rank: int = 0, world: int = 1) -> watch.Seen:
     ],
 )
 def test_how_a_job_ended_is_told_apart(code: int, err: str, status: str, said: str) -> None:
-    run = compare.Run(0, "a")
+    run = Process(0, "a")
     ranks = [seen(7, 0, 2), seen(6, 1, 2)]
     outcome = _outcome(run, Plan(), ranks, code, 1.0, err, "", True)
     assert (outcome.status, outcome.at) == (status, 7)
@@ -224,12 +226,12 @@ def test_words_about_memory_are_not_an_error_of_it() -> None:
 
 
 def test_an_arm_is_read_as_a_shell_would() -> None:
-    found = compare.parse_command("--a", "X=1 Y='a b' python 'my train.py' Z=2")
+    found = parse_command("--a", "X=1 Y='a b' python 'my train.py' Z=2")
     assert found.env == {"X": "1", "Y": "a b"}
     assert found.words == ["python", "my train.py", "Z=2"]
     for text, words in (("X=1", "names no job"), ("'", "quotes"), ("a && b", "sh -c")):
         with pytest.raises(UsageError, match=words):
-            compare.parse_command("--a", text)
+            parse_command("--a", text)
 
 
 @pytest.mark.parametrize(
@@ -375,9 +377,7 @@ def test_the_reference_job_says_its_work_and_the_slowest_of_two_ranks_counts(
     llama = f"{sys.executable} -m gemmtune.llama --steps 90 --seq 32"
     ranks = f"SLOW_RANK=1 {shlex.join([*torchrun(2), 'train.py'])}"
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    commands = {
-        arm: compare.parse_command(f"--{arm}", text) for arm, text in (("a", llama), ("b", ranks))
-    }
+    commands = {arm: parse_command(f"--{arm}", text) for arm, text in (("a", llama), ("b", ranks))}
     heard: list[tuple[str, float]] = []
     outcomes = processes.compare(
         commands,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from gemmtune.cli.capture import note_elsewhere
 from gemmtune.errors import UsageError
-from gemmtune.replay.compare import Outcome, Plan
+from gemmtune.replay.turns import ARMS, Plan, parse_command
+
+if TYPE_CHECKING:
+    from gemmtune.replay.compare import Outcome
 
 DEFAULTS = Plan()
 OUTPUT = Path("compare.json")
@@ -108,7 +111,7 @@ def compare(ctx: click.Context) -> None:
     textfile.check_writable(output)  # better now than after the jobs
     plain = output.is_file() or not output.exists()
     folder = (output if plain else OUTPUT).with_suffix(".runs")
-    commands = {arm: comparison.parse_command(f"--{arm}", given[arm]) for arm in comparison.ARMS}
+    commands = {arm: parse_command(f"--{arm}", given[arm]) for arm in ARMS}
 
     def tell(outcome: Outcome, left: float) -> None:
         click.echo(comparison.progress(plan, outcome, left), err=True)

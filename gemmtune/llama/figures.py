@@ -44,9 +44,9 @@ def summarise(
     """
     config = options.config
     work = step_work(options, device_name)
-    steps_per_s = len(step_ms) / (sum(step_ms) / 1e3)
-    tokens_per_gpu = work.tokens * steps_per_s
-    tflops = work.flops * steps_per_s / 1e12
+    seconds = sum(step_ms) / 1e3
+    tokens_per_gpu = work.tokens * len(step_ms) / seconds
+    tflops = work.flops * len(step_ms) / seconds / 1e12
     rate = None if work.peak_flops is None else work.peak_flops / 1e12
     return {
         "model": options.model,

@@ -1,4 +1,4 @@
-"""Two jobs compared by alternated processes: what runs next, and what the runs showed. Pure.
+"""Two jobs compared by alternated processes: what is left to run, and what was shown. Pure.
 
 A step took as long as it did on its slowest rank; a process is worth the trimmed mean of its
 counted steps; a pair is the ratio of a's time to b's (above 1: b is faster). The pairs give the
@@ -8,16 +8,12 @@ interval, not the steps: two processes of one job differ by more than the steps 
 from __future__ import annotations
 
 import math
-import random
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from gemmtune.errors import UsageError
+from gemmtune.replay.turns import ARMS, Plan, Run, schedule
 from gemmtune.stats import Interval, ratio_interval, trimmed_mean
 
-ARMS = ("a", "b")
 EXIT = {"faster": 0, "no difference": 0, "out of memory": 0, "slower": 1, "unknown": 2}
 
 # How a process went. A killed one may have been ended by the system for want of memory.
@@ -26,47 +22,6 @@ STARVED = (NO_MEMORY, KILLED)
 
 FAILURES = 2  # in a row, after which an arm is given up
 ALONE = 2  # processes that an arm needs for its own figures, once the other ran out of memory
-
-_SHELL = ("&&", "||", "|", ";", ">", ">>", "<", "&", "2>&1")
-
-
-class Command(NamedTuple):
-    """An arm as it was typed: variables to set, and the words of the job."""
-
-    text: str
-    env: dict[str, str]
-    words: list[str]
-
-
-class Plan(NamedTuple):
-    """Pairs of processes, and the steps of each: `warmup` not counted, then `steps` counted."""
-
-    runs: int = 5
-    warmup: int = 3
-    steps: int = 20
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise UsageError where no comparison can follow from these numbers."""
-        for name, least in (("runs", 2), ("warmup", 1), ("steps", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise UsageError(f"--{name} {value} is too few: give {least} or more")
-
-    @property
-    def all_steps(self) -> int:
-        return self.warmup + self.steps
-
-
-class Run(NamedTuple):
-    """One process: its pair, from 0, and its arm."""
-
-    pair: int
-    arm: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm}-{self.pair + 1}"
 
 
 class Outcome(NamedTuple):
@@ -137,43 +92,6 @@ class Verdict(NamedTuple):
 
     kind: str
     text: str
-
-
-def parse_command(option: str, text: str) -> Command:
-    """VAR=value words, then the job's, read as a shell would without running one.
-
-    Raises UsageError, in the name of the option.
-    """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"{option} {text!r}: {error}: check its quotes") from None
-    env: dict[str, str] = {}
-    while words and (found := re.match(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
-        env[found[1]] = found[2]
-        del words[0]
-    if not words:
-        raise UsageError(f'{option} {text!r} names no job: as in: {option} "python train.py"')
-    if operators := [word for word in words if word in _SHELL]:
-        raise UsageError(
-            f"{option}: {operators[0]} is for a shell: write {option} \"sh -c '…'\", or a script"
-        )
-    return Command(text, env, words)
-
-
-def schedule(plan: Plan) -> list[Run]:
-    """All processes in order: pair by pair, a first in one of each two pairs, at random.
-
-    More pairs leave the order of the first ones as it was.
-    """
-    rng = random.Random(plan.seed)
-    orders = [ARMS, ARMS[::-1]]
-    runs: list[Run] = []
-    for pair in range(plan.runs):
-        if pair % 2 == 0:
-            rng.shuffle(orders)
-        runs += [Run(pair, arm) for arm in orders[pair % 2]]
-    return runs
 
 
 def remaining(plan: Plan, outcomes: Sequence[Outcome]) -> list[Run]:

@@ -30,12 +30,10 @@ from gemmtune.replay.compare import (
     NO_MEMORY,
     OK,
     SHORT,
-    Command,
     Outcome,
-    Plan,
-    Run,
     remaining,
 )
+from gemmtune.replay.turns import Command, Plan, Run
 
 ENTRY = "gemmtune.replay.watch:start"
 RUNS = "runs.jsonl"
