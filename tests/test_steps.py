@@ -286,3 +286,14 @@ def test_fsdp(tmp_path, version):
     process.join(60)
     assert process.exitcode == 0
     assert queue.get() == [0, 1, 2]
+
+
+def test_work_is_what_the_job_last_said_and_never_stops_it(monkeypatch, capsys):
+    monkeypatch.setattr(steps, "_work", {})
+    gemmtune.work(tokens=torch.tensor(512), flops=2e12)
+    assert steps.work() == {"tokens": 512.0, "flops": 2e12}
+    gemmtune.work(tokens="many")
+    assert "gemmtune.work: ValueError" in capsys.readouterr().err
+    assert steps.work() == {"tokens": 512.0, "flops": 2e12}
+    gemmtune.work(tokens=1024)
+    assert steps.work() == {"tokens": 1024.0}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gemmtune import table, textfile
+from gemmtune.cli import compare
 from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
 from gemmtune.cli.run import BACKEND, TUNED, check_job, read_job_table
 from gemmtune.errors import Incompatible, UsageError
@@ -71,6 +72,7 @@ DEFAULTS = Plan()
     is_flag=True,
     help="Run no job: judge the steps kept beside -o again, as after a kill.",
 )
+@compare.options
 @click.pass_context
 def replay(
     ctx: click.Context,
@@ -98,7 +100,14 @@ def replay(
 
     Exit code: 0 faster or no difference, 1 slower, 2 nothing could be said or the job failed, 3 the
     table was made on another machine.
+
+    \b
+    Two jobs, or two settings of one, are compared by processes in turn with --a and --b; what each
+    showed is kept beside compare.json (or -o), and the same command goes on where it was stopped:
+      gemmtune replay --a "python train.py" --b "VAR=1 python train.py --te"
     """
+    if compare.asked(ctx):
+        compare.compare(ctx)
     plan = Plan(seed, warmup, block, pairs, aa_pairs, precision, max_pairs)
     plan.check()
     example = "replay tuned.csv -- python train.py"

@@ -23,9 +23,15 @@ FILES = "rank-*.json"
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 
 
-def environment(entry: str, options: Mapping[str, Any], out: str | Path) -> dict[str, str]:
+def environment(
+    entry: str,
+    options: Mapping[str, Any],
+    out: str | Path,
+    base: Mapping[str, str] = os.environ,
+) -> dict[str, str]:
     """The variables that make every Python process of a job call `entry` once it imported torch.
 
+    They are to be set on top of `base`, whose PYTHONPATH is kept.
     `entry` is "module:function", called as function(options, out); `options` must be JSON values.
     """
     job = {
@@ -34,7 +40,7 @@ def environment(entry: str, options: Mapping[str, Any], out: str | Path) -> dict
         "out": str(Path(out).absolute()),
         "package": str(Path(gemmtune.__file__).absolute()),
     }
-    path = os.pathsep.join(filter(None, (str(BOOTSTRAP), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(BOOTSTRAP), base.get("PYTHONPATH"))))
     return {"PYTHONPATH": path, "GEMMTUNE_JOB": json.dumps(job)}
 
 

@@ -129,6 +129,26 @@ def mark() -> None:
     _steps.advance()
 
 
+_work: dict[str, float] = {}
+
+
+def set_work(tokens: float | None, flops: float | None, peak_flops: float | None) -> None:
+    """What a step of this process is, said by the job itself (gemmtune.work)."""
+    said = {"tokens": tokens, "flops": flops, "peak_flops": peak_flops}
+    try:
+        numbers = {name: float(value) for name, value in said.items() if value is not None}
+    except (TypeError, ValueError) as error:
+        complain("gemmtune.work", error)
+        return
+    _work.clear()
+    _work.update(numbers)
+
+
+def work() -> dict[str, float]:
+    """What the job last said of its step: tokens, flops, peak_flops, those that it knows."""
+    return dict(_work)
+
+
 def optimizers() -> dict[str, int]:
     """Class name of each optimizer kind that stepped, and how often step() was called on it."""
     return dict(_steps.optimizers)

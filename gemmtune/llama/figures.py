@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemmtune.llama.options import Options
 from gemmtune.llama.peak import find_peak
+
+
+class Work(NamedTuple):
+    """What one rank does in an optimizer step, as gemmtune.work() takes it."""
+
+    tokens: int
+    flops: int
+    peak_flops: float | None
+
+
+def step_work(options: Options, device_name: str) -> Work:
+    """`peak_flops` is None where the table has no peak rate for the device in this precision."""
+    config = options.config
+    tokens = options.tokens * options.accumulate
+    peak = find_peak(device_name) if options.precision != "fp32" else None
+    rate = None if peak is None else peak.fp8 if options.te else peak.bf16
+    flops = tokens * config.flops_per_token(config.seq)
+    return Work(tokens, flops, None if rate is None else rate * 1e12)
 
 
 def summarise(
@@ -25,10 +43,11 @@ def summarise(
     table has no peak rate for the device in this precision.
     """
     config = options.config
-    tokens_per_gpu = options.tokens * options.accumulate * len(step_ms) / (sum(step_ms) / 1e3)
-    tflops = tokens_per_gpu * config.flops_per_token(config.seq) / 1e12
-    peak = find_peak(device_name) if options.precision != "fp32" else None
-    rate = None if peak is None else peak.fp8 if options.te else peak.bf16
+    work = step_work(options, device_name)
+    seconds = sum(step_ms) / 1e3
+    tokens_per_gpu = work.tokens * len(step_ms) / seconds
+    tflops = work.flops * len(step_ms) / seconds / 1e12
+    rate = None if work.peak_flops is None else work.peak_flops / 1e12
     return {
         "model": options.model,
         "layers": config.layers,

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import resource
 import sys
 import tempfile
 import time
@@ -26,9 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import gemmtune
 from gemmtune.errors import GemmtuneError, JobError, UsageError
+from gemmtune.job.memory import is_out_of_memory, peak_bytes
 from gemmtune.llama import te
-from gemmtune.llama.figures import summarise, text
+from gemmtune.llama.figures import step_work, summarise, text
 from gemmtune.llama.model import Llama, TorchLayers, rope_table
 from gemmtune.llama.options import Options, shard
 from gemmtune.llama.parallel import (
@@ -39,18 +39,6 @@ from gemmtune.llama.parallel import (
     process_group,
     rank_of,
 )
-
-NO_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|ALLOC_FAILED",
-    re.IGNORECASE,
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on any device: torch raises RuntimeError for a CPU's."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))
-    )
 
 
 def out_of_memory(options: Options, where: str, building: bool) -> str:
@@ -203,10 +191,7 @@ class Clock:
 def peak_memory(device: torch.device, rank: Rank) -> int:
     """Bytes: the most that torch had allocated on the GPU, or a CPU process's resident set; the
     largest of all ranks."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = peak_bytes(device)
     if rank.world == 1:
         return peak
     largest = torch.tensor(peak, device=device)
@@ -248,9 +233,11 @@ def train(options: Options, rank: Rank, emit: Callable[[str], None]) -> dict[str
 
 def _timed(trainer: Trainer, emit: Callable[[str], None]) -> dict[str, Any]:
     options, device, rank = trainer.options, trainer.device, trainer.rank
+    clock = Clock(device)
+    name = torch.cuda.get_device_name(device) if clock.gpu else "CPU"
+    gemmtune.work(**step_work(options, name)._asdict())
     for i in range(options.warmup):
         trainer.step(i)
-    clock = Clock(device)
     losses = torch.zeros(options.steps, pin_memory=clock.gpu)
     step_ms: list[float] = []
     marks = [clock.mark()]
@@ -266,7 +253,6 @@ def _timed(trainer: Trainer, emit: Callable[[str], None]) -> dict[str, Any]:
         if i:
             report()
     report()
-    name = torch.cuda.get_device_name(device) if clock.gpu else "CPU"
     return summarise(options, name, rank.world, losses.tolist(), step_ms, peak_memory(device, rank))
 
 
