@@ -204,7 +204,7 @@ def test_the_json_is_enough_to_compute_the_effect_again() -> None:
             sides.setdefault(block["block"]["pair"], {})[block["block"]["side"]] = value
     again = bootstrap_interval([s["a"] / s["b"] for s in sides.values()])
     assert again == pytest.approx(found.effect)
-    assert values["effect"] == {"ratio": again.ratio, "low": again.low, "high": again.high}
+    assert values["effect"] == pytest.approx(again._asdict(), rel=1e-12)
 
 
 def test_a_restarted_rank_counts_once() -> None:
@@ -255,7 +255,9 @@ def test_as_many_pairs_as_were_asked_for_show_the_difference_named(noise: float)
     ],
 )
 def test_verdict_texts(effect: Interval, words: str) -> None:
-    found = result(planted())._replace(effect=effect, control=Interval(1.0, 0.99, 1.01))
+    found = result(planted())._replace(
+        effect=effect, sure=effect, control=Interval(1.0, 0.99, 1.01)
+    )
     assert judge(found).text == words
 
 

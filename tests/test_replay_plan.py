@@ -38,6 +38,7 @@ plans = st.builds(
     aa_pairs=st.integers(0, 12),
     precision=st.floats(0.1, 2),
     max_pairs=st.integers(8, 60),
+    seconds=st.just(0.0),
 )
 
 
@@ -109,6 +110,17 @@ def test_it_goes_on_until_the_interval_is_narrow_enough() -> None:
         assert 100 * bootstrap_interval(ratios(rounds, us, COMPARE)).precision <= 0.5
     noisy, us = replayed(Plan(precision=0.05, max_pairs=60))
     assert pairs_of(noisy, COMPARE) == 60
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans, st.floats(20, 120))
+def test_a_limited_time_is_kept_to(plan: Plan, seconds: float) -> None:
+    rounds, us = replayed(plan._replace(block=None, precision=0.01, seconds=seconds))
+    first = rounds[2]  # after warm-up and probe: two controls and two pairs at least
+    least = np.nansum(us[: first.first + 8 * first.block])
+    assert np.nansum(us) <= 1.05 * max(seconds * 1e6, least)
+    assert pairs_of(rounds, COMPARE) >= 2
+    assert rounds[-1].kind == END
 
 
 def test_when_it_ends_does_not_depend_on_what_it_shows() -> None:

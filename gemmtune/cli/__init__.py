@@ -19,6 +19,7 @@ from gemmtune.errors import GemmtuneError
 
 # name: (module in gemmtune.cli, one line for the overview). The order is the workflow's.
 COMMANDS = {
+    "tune": ("tune", "Capture, sweep and replay in one command: tuned.csv, if the step gains."),
     "capture": ("capture", "Record the GEMMs of a training job: shapes.csv."),
     "sweep": ("sweep", "Time the algorithms of each GEMM: candidates.csv and tuned.csv."),
     "replay": ("replay", "Compare the default with a tuned table inside the running job."),
@@ -74,6 +75,7 @@ def main() -> None:
     """Find faster GEMM algorithms for your training job, and prove it in that job.
 
     \b
+      gemmtune tune -- python train.py                      all of these in turn:
       gemmtune capture -o shapes.csv -- python train.py     what the job runs
       gemmtune sweep shapes.csv                             what would be faster
       gemmtune replay tuned.csv -- python train.py          is the step faster?

@@ -15,6 +15,7 @@ from gemmtune import table, textfile
 from gemmtune.cli import compare
 from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
 from gemmtune.cli.run import BACKEND, TUNED, check_job, read_job_table
+from gemmtune.cli.sweep import seconds
 from gemmtune.errors import Incompatible, UsageError
 from gemmtune.replay.plan import Plan
 
@@ -40,6 +41,12 @@ DEFAULTS = Plan()
     default=DEFAULTS.max_pairs,
     show_default=True,
     help="Pairs of blocks to compare at most for it.",
+)
+@click.option(
+    "--budget",
+    callback=seconds,
+    metavar="TIME",
+    help="For the steps of the replay: 90s, 10m. It ends there with the pairs it has.",
 )
 @click.option(
     "--pairs", type=int, help="Pairs to compare.  [default: as many as the precision takes]"
@@ -81,6 +88,7 @@ def replay(
     job: tuple[str, ...],
     precision: float,
     max_pairs: int,
+    budget: float,
     pairs: int | None,
     aa_pairs: int,
     block: int | None,
@@ -108,7 +116,7 @@ def replay(
     """
     if compare.asked(ctx):
         compare.compare(ctx)
-    plan = Plan(seed, warmup, block, pairs, aa_pairs, precision, max_pairs)
+    plan = Plan(seed, warmup, block, pairs, aa_pairs, precision, max_pairs, budget)
     plan.check()
     example = "replay tuned.csv -- python train.py"
     path, text, made = read_job_table(tuned, example)

@@ -31,6 +31,9 @@ from gemmtune.stats import bootstrap_interval, trimmed
 
 # Departures from the settled time that are small enough, as a share of it.
 SETTLED = 0.001
+# Of a limited time, at most this share goes into each half of the probe.
+PROBE_SHARE = 0.05
+MOST = 10**9  # pairs: no limit
 
 
 def following(plan: Plan, rounds: Sequence[Round], us: np.ndarray) -> Round:
@@ -41,17 +44,31 @@ def following(plan: Plan, rounds: Sequence[Round], us: np.ndarray) -> Round:
     last = rounds[-1]
     if last.kind == WARMUP and plan.block is None:
         known = us[np.isfinite(us)]
-        steps = PROBE_S * 1e6 / known.min() if known.size else 0
+        probe_s = min(PROBE_S, plan.seconds * PROBE_SHARE) if plan.seconds else PROBE_S
+        steps = probe_s * 1e6 / known.min() if known.size else 0
         return Round(PROBE, last.end, int(np.clip(steps, *PROBE_STEPS)), 0, ("ba",))
     if last.kind in (WARMUP, PROBE):
         block, drop = _lengths(plan, last, us)
+        room = _room(plan, us, block)
         if plan.aa_pairs:
-            return _round(plan, rounds, CONTROL, plan.aa_pairs, block, drop)
-        return _round(plan, rounds, COMPARE, plan.pairs or MIN_PAIRS, block, drop)
-    more = _more_pairs(plan, rounds, us)
+            control = min(plan.aa_pairs, max(room // 3, 2))
+            return _round(plan, rounds, CONTROL, control, block, drop)
+        pairs = max(min(plan.pairs or MIN_PAIRS, room), 2)
+        return _round(plan, rounds, COMPARE, pairs, block, drop)
+    more = min(_more_pairs(plan, rounds, us), _room(plan, us, last.block))
+    if not pairs_of(rounds, COMPARE):
+        more = max(more, 2)
     if more < 1:
         return Round(END, last.end)
     return _round(plan, rounds, COMPARE, more, last.block, last.drop)
+
+
+def _room(plan: Plan, us: np.ndarray, block: int) -> int:
+    """How many pairs of such blocks the plan's seconds leave room for."""
+    if not plan.seconds or not np.isfinite(us).any():
+        return MOST
+    left_us = plan.seconds * 1e6 - float(np.nansum(us))
+    return int(np.clip(left_us / (2 * block * float(np.nanmedian(us))), 0, MOST))
 
 
 def _lengths(plan: Plan, last: Round, us: np.ndarray) -> tuple[int, int]:

@@ -35,7 +35,8 @@ class Plan(NamedTuple):
     """What the user asked for, in optimizer steps and pairs of blocks; None: to be measured.
 
     `warmup` steps run first, at the default. `precision` is the half-width of the 95 % interval to
-    come to, in percent; `max_pairs` ends the search for it.
+    come to, in percent; `max_pairs` ends the search for it, as does `seconds` of stepping (0: no
+    limit) once two pairs are compared.
     """
 
     seed: int = 0
@@ -45,6 +46,7 @@ class Plan(NamedTuple):
     aa_pairs: int = MIN_PAIRS
     precision: float = 0.3
     max_pairs: int = 200
+    seconds: float = 0.0
 
     def check(self) -> None:
         """Raise UsageError where no replay can follow from these numbers."""

@@ -28,7 +28,7 @@ def percent(ratio: float) -> float:
 
 
 def judge(result: Result) -> Verdict:
-    """Draw the verdict. A difference counts when its interval leaves 1 out, and the control's."""
+    """Draw the verdict. A difference counts beyond doubt only, and beyond the control's."""
     if not result.rows:
         return Verdict(
             "no difference", "no difference: the table has no rows, so the default stays everywhere"
@@ -45,7 +45,7 @@ def judge(result: Result) -> Verdict:
             f"nothing was compared: none of the table's {rows} was launched{mend}",
         )
     effect = result.effect
-    if _differs(effect) and not _within_noise(result):
+    if _differs(result.sure) and not _within_noise(result):
         if effect.ratio > 1:
             return Verdict("faster", f"faster by {_span(effect)}")
         slow = _slow_rows(result.rows)
@@ -77,7 +77,7 @@ def warnings(result: Result) -> list[str]:
     elif result.pairs > 1 and result.plan.pairs is None and not _narrow(result):
         lines.append(
             f"the interval did not come to +-{result.plan.precision:g} % within "
-            f"{_rows(result.pairs, 'pair')}: raise --max-pairs, or --precision"
+            f"{_rows(result.pairs, 'pair')}: raise --max-pairs or --budget, or --precision"
         )
     probe = next((entry for entry in result.rounds if entry.kind == PROBE), None)
     if probe is not None and any(e.drop >= probe.block // 2 for e in result.rounds):
