@@ -75,6 +75,15 @@ def test_example_of_replay_comes_to_a_verdict(workflow: Path) -> None:
 
 
 @pytest.mark.slow
+def test_example_of_tune_says_what_was_gained(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN.replace("range(400)", "range(100000)"))
+    done = shell("tune", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("The step is faster by" in done.stdout) != ("Nothing to apply" in done.stdout)
+    assert table.read(tmp_path / "tune" / "tuned.csv", Tuned).provenance["stage"] == "tune"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run", "env"])
 def test_examples_of_run_and_env_apply_the_table(name: str, workflow: Path) -> None:
     done = shell(name, workflow)
@@ -102,5 +111,5 @@ def test_example_of_doctor_is_json(tmp_path: Path) -> None:
 
 
 def test_every_command_is_among_these() -> None:
-    workflow = {"capture", "sweep", "replay", "run", "env"}
+    workflow = {"tune", "capture", "sweep", "replay", "run", "env"}
     assert set(COMMANDS) == workflow | {"check", "convert", "merge", "doctor"}

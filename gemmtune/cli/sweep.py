@@ -355,8 +355,8 @@ def remarks(summary: Summary) -> Iterator[str]:
         yield "Next, see whether the job's step is faster:"
         yield f"  gemmtune replay {shlex.quote(summary.tuned)} -- {words}"
         yield (
-            f"The job has to run for {Plan().steps} steps at least, or fewer with --pairs, --aa-pairs"
-            " and --block: the replay ends it when it is done."
+            f"The job has to run for {Plan().steps} steps at least, or fewer with --pairs,"
+            " --aa-pairs and --block: the replay ends it when it is done."
         )
 
 
