@@ -23,7 +23,7 @@ step "Run the training job as it is and record the matrix products (GEMMs) of on
 step "Time the algorithms that the libraries have for each GEMM; check their results first." \
   gemmtune sweep demo/shapes.csv -o demo/tuned.csv
 step "A faster GEMM need not make a faster step: run the job, default and tuned in turn, and see." \
-  gemmtune replay demo/tuned.csv -o demo/replay.json --max-pairs 30 -- "${job[@]}" --steps 5000 |
+  gemmtune replay demo/tuned.csv -o demo/replay.json --budget 60s -- "${job[@]}" --steps 5000 |
   grep -v '^step '
 step "From now on, train with the table on; the training script stays as it is." \
   gemmtune run demo/tuned.csv -- "${job[@]}" --steps 5
