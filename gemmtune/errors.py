@@ -23,6 +23,10 @@ class BackendError(GemmtuneError):
     """A backend or a library call failed."""
 
 
+class DeviceLost(BackendError):
+    """The device answers this process no more: only a new process can go on."""
+
+
 class WorkerError(GemmtuneError):
     """No worker process can be started on this machine: nothing can be measured."""
 

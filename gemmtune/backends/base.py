@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BACKENDS = {
     "cpu": "gemmtune.backends.cpu:Cpu",
+    "cublaslt": "gemmtune.backends.cublaslt:CublasLt",
 }
 # Backends of a vendor's GPUs, the preferred one first.
 PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}

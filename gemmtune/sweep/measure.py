@@ -11,11 +11,11 @@ import random
 from typing import NamedTuple
 
 from gemmtune.backends.base import Backend, Launch, Operands
-from gemmtune.errors import BackendError
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.errors import BackendError, DeviceLost
+from gemmtune.gemm import TYPE_BYTES, Algo, Gemm
 from gemmtune.sweep import operands
 from gemmtune.sweep.search import CHECK, TIME, WHOLE, Answer, Ask
-from gemmtune.sweep.verify import Checker
+from gemmtune.sweep.verify import WHOLE_SAMPLES, Checker
 
 # What a launch may raise when an algorithm does not fit; anything else is a fault of gemmtune.
 LAUNCH_ERRORS = (BackendError, RuntimeError, ValueError, TypeError, MemoryError)
@@ -32,6 +32,23 @@ class Choice(NamedTuple):
 def choices(backend: Backend, gemm: Gemm) -> list[Choice]:
     """The algorithms in the backend's order, the default first."""
     return [Choice(a, backend.workspace_bytes(gemm, a)) for a in backend.algos(gemm)]
+
+
+def memory_bytes(gemm: Gemm) -> int:
+    """About how much of the device's memory a Bench of the Gemm takes at most.
+
+    Sets of operands: the first, those of the whole check at three scales, the rotation; the
+    largest tensor in float32 while it is drawn; a dozen arrays of the whole check in float64.
+    """
+    g = gemm
+    x = max(g.ldb * (g.n if g.trans_b == "N" else g.k), 1) + (g.batch - 1) * g.stride_b
+    w = max(g.lda * (g.k if g.trans_a == "N" else g.m), 1) + (g.batch - 1) * g.stride_a
+    d = max(g.ldd * g.n, 1) + (g.batch - 1) * g.stride_d
+    kinds = ((x, g.type_b), (w, g.type_a), *((d, g.type_d),) * (2 if g.beta else 1))
+    one_set = sum(elements * TYPE_BYTES[kind] for elements, kind in kinds)
+    rows, columns = min(g.n, WHOLE_SAMPLES), min(g.m, WHOLE_SAMPLES)
+    whole = g.batch * (12 * rows * columns + 3 * g.k * (rows + columns)) * 8
+    return 4 * one_set + operands.MAX_BYTES + 8 * max(x, w, d) + whole
 
 
 class Bench:
@@ -52,7 +69,10 @@ class Bench:
         self._next = 0
 
     def answer(self, number: int, ask: Ask) -> Answer:
-        """The answer to question `number`, counted over the Gemm; its reason says what failed."""
+        """The answer to question `number`, counted over the Gemm; its reason says what failed.
+
+        Raises DeviceLost.
+        """
         reason = self.lost.get(0) or self.lost.get(ask.algo) or ""
         us = 0.0
         if not reason:
@@ -60,6 +80,8 @@ class Bench:
                 reason, us = self._try(number, ask)
             except LAUNCH_ERRORS as e:
                 reason = _why(e)
+                if _lost(self.backend.device):
+                    raise DeviceLost(reason) from e
         if reason:
             self.lost.setdefault(ask.algo, reason)
             return Answer(0.0, reason)
@@ -115,6 +137,19 @@ class Bench:
             self._sets = operands.copies(self._first, count)
         start, self._next = self._next, (self._next + launches) % len(self._sets)
         return self._sets[start:] + self._sets[:start]
+
+
+def _lost(device: str) -> bool:
+    """Whether the device refuses everything from now on, as a GPU does after a bad access."""
+    if device == "cpu":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _why(e: BaseException) -> str:

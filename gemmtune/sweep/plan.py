@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gemmtune import table
+from gemmtune import machine, nvml, table
 from gemmtune.backends.base import Backend
 from gemmtune.gemm import Gemm
-from gemmtune.sweep import budget
+from gemmtune.sweep import budget, measure
 from gemmtune.table import Shape
 
 MATTERS = 0.02  # share of the GEMM time from which a Gemm gets the sustained confirmation
@@ -59,7 +59,8 @@ def make_plan(shapes: Iterable[Shape], backend: Backend, options: Options) -> Pl
     rows = list(shapes)
     calls = table.by_gemm(rows)
     shares = _shares(rows)
-    unsupported = {g: reason for g in calls if (reason := _unsupported(g, backend))}
+    room = _room(backend)
+    unsupported = {g: reason for g in calls if (reason := _unsupported(g, backend, room))}
     ordered = sorted((g for g in calls if g not in unsupported), key=lambda g: -shares[g])
     kept, beyond = ordered[: options.top], ordered[options.top :]
     if options.budget_s:
@@ -87,8 +88,23 @@ def _shares(rows: list[Shape]) -> dict[Gemm, float]:
     return {gemm: weight / total for gemm, weight in weights.items()}
 
 
-def _unsupported(gemm: Gemm, backend: Backend) -> str | None:
-    return "empty: nothing to compute" if not gemm.flops else backend.unsupported(gemm)
+def _unsupported(gemm: Gemm, backend: Backend, room: int) -> str | None:
+    if not gemm.flops:
+        return "empty: nothing to compute"
+    if reason := backend.unsupported(gemm):
+        return reason
+    if 0 < room < (needed := measure.memory_bytes(gemm)):
+        return (
+            f"needs about {needed / 2**30:.1f} GiB of GPU memory to be checked and timed; half of "
+            f"what is free is {room / 2**30:.1f} GiB"
+        )
+    return None
+
+
+def _room(backend: Backend) -> int:
+    """Half of the GPU's free memory: the rest may be a job's. 0: not known, or not a GPU's."""
+    found = machine.gpus() if backend.device != "cpu" else []
+    return nvml.read(found[0].uuid).free_bytes // 2 if found else 0
 
 
 class Purse:

@@ -24,7 +24,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from gemmtune.backends.base import Backend
-from gemmtune.errors import BackendError, GemmtuneError, WorkerError
+from gemmtune.errors import BackendError, DeviceLost, GemmtuneError, WorkerError
 from gemmtune.gemm import Gemm
 from gemmtune.sweep.measure import Bench, Choice, choices
 from gemmtune.sweep.search import TIME, Answer, Ask
@@ -33,7 +33,9 @@ TICK_S = 0.2
 START_TRIES = 3
 GRACE_S = 30.0  # for an answer, beyond what its launches should take
 PATIENCE = 10.0  # times the expected time
-SLOWEST_FLOPS_PER_S = 1e9  # of the float64 products that verification compares with
+# Of the float64 products that verification compares with.
+SLOWEST_FLOPS_PER_S, SLOWEST_GPU_FLOPS_PER_S = 1e9, 1e11
+LOST = 70  # exit code of a worker whose device is lost
 HERE = "here"  # a worker's first word: its process has come up
 
 
@@ -63,6 +65,8 @@ class Workers:
         self.lost: dict[int, str] = {}
         self.us: dict[int, float] = {}
         self._worker: _Worker | None = None
+        slowest = SLOWEST_FLOPS_PER_S if backend.device == "cpu" else SLOWEST_GPU_FLOPS_PER_S
+        self._verifying_s = gemm.flops / slowest
 
     def __enter__(self) -> Workers:
         return self
@@ -121,10 +125,10 @@ class Workers:
             return self.timeout_s
         launches = ask.launches + ask.settle if ask.kind == TIME else 2
         expected = launches * self.us.get(ask.algo, 0.0) / 1e6
-        return GRACE_S + PATIENCE * expected + self.gemm.flops / SLOWEST_FLOPS_PER_S
+        return GRACE_S + PATIENCE * expected + self._verifying_s
 
     def _start(self) -> _Worker:
-        patience = self.timeout_s or GRACE_S + self.gemm.flops / SLOWEST_FLOPS_PER_S
+        patience = self.timeout_s or GRACE_S + self._verifying_s
         for left in reversed(range(START_TRIES)):
             try:
                 worker = _Worker(*self.args, self.lost)
@@ -320,6 +324,9 @@ def _set_up(
 def _answer(bench: Bench, number: int, ask: Ask) -> Answer:
     try:
         return bench.answer(number, ask)
+    except DeviceLost as e:
+        print(e, flush=True)  # how the process ended
+        os._exit(LOST)
     except Exception as e:  # a fault here must not cost more than this algorithm
         bench.lost.setdefault(ask.algo, _fault(e))
         return Answer(0.0, _fault(e))
