@@ -15,7 +15,7 @@ Config = dict[str, int]
 SPLITS = (1, 1, 1, 2, 3, 4, 6, 8)  # parts of k: most kernels that win do not split it
 CHOSEN_IDS = 0.8  # share of the draws that use an algorithm number of the library's choices
 CROWDED = 2.5  # times the waves of the library's choices: smaller tiles than that hardly win
-MOST_DRAWS = 200  # for each configuration wanted
+MOST_DRAWS = 30  # for each configuration wanted
 NONE, COMPUTE_TYPE = 0, 2  # reduction schemes (a mask's bits): those that add up in compute type
 
 

@@ -21,7 +21,7 @@ from gemmtune.gemm import Algo, Gemm
 if TYPE_CHECKING:
     import torch
 
-EXPLORED = 120  # configurations beyond the library's own choices
+EXPLORED = 1000  # configurations beyond the library's own choices: the search picks among them
 QUEUED = 512  # launches handed over at a time: beyond about 1,000 the driver makes the host wait
 HOST_US = 12.0  # that handing over one launch takes at most
 LEAD_US = 20.0  # of the device's waiting before the first launch, so that all are queued by then

@@ -80,18 +80,20 @@ class Unfinished(Exception):
 
 def conduct(
     task: Task,
-    count: int,
+    configs: Sequence[str],
     recorded: Iterable[tuple[Ask, Answer]],
     answer: Callable[[int, Sequence[Ask]], list[Answer]],
 ) -> list[Verdict]:
-    """Put a Gemm through the search: answers first from `recorded`, then from `answer`.
+    """Put the algorithms of a Gemm, by their spellings, through the search.
+
+    Answers come first from `recorded`, then from `answer`.
 
     `answer` gets the number of its first question, counted over the Gemm. Raises Diverged;
     BackendError where the default fails; whatever `answer` raises.
     """
     held = deque(recorded)
     number = 0
-    questions = search(count, task)
+    questions = search(len(configs), task, configs)
     given: list[Answer] | None = None
     while True:
         try:
@@ -123,7 +125,8 @@ def rows_of(record: Record, min_gain: float) -> list[Candidate]:
     if not record.choices:  # a kill came before the reason why there are none
         raise Unfinished
     try:
-        verdicts = conduct(record.task, len(record.choices), record.answered, missing)
+        configs = [choice.algo.config for choice in record.choices]
+        verdicts = conduct(record.task, configs, record.answered, missing)
     except BackendError as e:
         return failed_rows(record.task.gemm, str(e))
     return candidate_rows(record, verdicts, min_gain)
@@ -135,11 +138,13 @@ def failed_rows(gemm: Gemm, reason: str) -> list[Candidate]:
 
 
 def candidate_rows(record: Record, verdicts: Sequence[Verdict], min_gain: float) -> list[Candidate]:
-    """A row for each verdict, in the backend's order, the winner chosen with `min_gain`."""
+    """A row for each algorithm tried, in the backend's order; `min_gain` chooses the winner."""
     last = {i: v.ratio for i, v in enumerate(verdicts) if v.status in ("finalist", "winner")}
     won = choose(last, min_gain)
     rows = []
     for index, (choice, v) in enumerate(zip(record.choices, verdicts, strict=True)):
+        if v.status == "untried":
+            continue
         status = ("winner" if index == won else "finalist") if index in last else v.status
         # 0: not known
         bounds = (v.ratio.low, v.ratio.high) if math.isfinite(v.ratio.high) else (0.0, 0.0)

@@ -241,7 +241,8 @@ class _Sweep:
 
             held = list(record.answered)
             try:
-                verdicts = conduct(record.task, len(choices), held, measured)
+                configs = [choice.algo.config for choice in choices]
+                verdicts = conduct(record.task, configs, held, measured)
             except BackendError as e:
                 log.fail(record, str(e))
                 return failed_rows(gemm, str(e))

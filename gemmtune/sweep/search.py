@@ -3,7 +3,8 @@
 It is sent the answers, so whoever answers (a device, a journal of answers, a simulated clock) gets
 the same further questions and the same verdicts for the same answers. In four stages:
 
-1. CHECK of all in random order; what fails, or is hopeless at first sight, is out.
+1. CHECK of all in random order; what fails, or is hopeless at first sight, is out. Where there
+   are many, of some; then of what resembles the fastest of them, and so on; the best go on.
 2. Successive halving: rounds of repeats. A repeat times the default and all that are left once
    each, in an order drawn anew; after a round the better half stays, by all of its samples so far.
 3. WHOLE of the finalists; the next best takes the place of one that fails.
@@ -28,10 +29,17 @@ import numpy as np
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Gemm
 from gemmtune.stats import Interval, ratio_interval, trimmed_mean, trimmed_means
+from gemmtune.sweep.learn import Guide
 
 CHECK, WHOLE, TIME = "check", "whole", "time"
 
 KEEP = 3  # finalists beside the default
+FEW = 64  # algorithms that are all looked at, and of more as many before any are chosen
+HEAD = 16  # of the list that are among them: the library's own choices come first
+LEARNT = 24  # that are chosen at a time
+MOST = 320  # of more that are looked at in all
+LEARN_SHARE = 0.15  # of the time
+ENTRANTS = 48  # that go on to the race where more than FEW were looked at
 HOPELESS = 4.0  # times the default's time at first sight: out before the race
 SAMPLE_US = 1_000.0  # a sample lasts at least this long: clocks and timers are coarse
 LONGEST = 10  # times SAMPLE_US that a sample of the screen may last where there is time to spare
@@ -87,7 +95,7 @@ class Verdict(NamedTuple):
     Its interval is unbounded, (0, inf), after a single sample; all is 0 where it failed.
     """
 
-    status: str  # default | winner | finalist | dropped | failed
+    status: str  # default | winner | finalist | dropped | failed | untried
     reason: str = ""
     time_us: float = 0.0
     ratio: Interval = Interval(0.0, 0.0, 0.0)
@@ -99,20 +107,25 @@ class Verdict(NamedTuple):
 Stage = Generator[list[Ask], list[Answer], list[int]]
 
 
-def search(count: int, task: Task) -> Generator[list[Ask], list[Answer], list[Verdict]]:
+def search(
+    count: int, task: Task, configs: Sequence[str] = ()
+) -> Generator[list[Ask], list[Answer], list[Verdict]]:
     """The verdicts of `count` algorithms, the default's first.
+
+    Where their `configs` are given and there are more than FEW, not all are looked at.
 
     Yields batches of asks, to be run in their order, and is sent as many answers. An algorithm is
     not asked for again after a batch with a reason against it; a batch names it more than once
     only for the samples of one stretch, and the first reason is kept. The times asked for
     (launches and settling, two launches a CHECK) add up to no more than `task.seconds` and 5 %
-    wherever the least that is ever asked for fits in: the first sight of all, MIN_REPEATS samples
+    wherever the least that is ever asked for fits in: the first sight of all or FEW, MIN_REPEATS
+    samples
     of all that are left in each round, MIN_CONFIRM of the default and the finalists, each of
     SAMPLE_US or one launch, whichever is longer. Less is asked for where no finalist can win, or
     PRECISION is reached. Raises BackendError where the default fails, ValueError where there are
     not as many answers as asks.
     """
-    race = _Race(count, task)
+    race = _Race(count, task, configs)
     alive = yield from race.check()
     if not alive:  # nothing to choose from: the default's time is still wanted
         sample_us = min(task.seconds * 1e6, 1e5) / MIN_REPEATS
@@ -143,8 +156,9 @@ def choose(intervals: Mapping[Algo, Interval], min_gain: float) -> Algo | None:
 class _Race:
     """What is known of the algorithms of one Gemm. `rows`: times of a repeat, NaN where absent."""
 
-    def __init__(self, count: int, task: Task) -> None:
+    def __init__(self, count: int, task: Task, configs: Sequence[str] = ()) -> None:
         self.count, self.task, self.rng = count, task, random.Random(task.seed)
+        self.guide = Guide(configs) if len(configs) > FEW else None
         self.us: dict[int, float] = {}  # the best that is known of each time
         self.spent_us = 0.0
         self.rows: list[list[float]] = []
@@ -157,11 +171,18 @@ class _Race:
         self.regime = "screen"
 
     def check(self) -> Stage:
-        """First sight of all; those that are worth a race."""
+        """First sight of all, or of what is promising; those that are worth a race."""
         order = list(range(self.count))
-        self.rng.shuffle(order)
-        times = yield from self._ask([Ask(CHECK, a) for a in order])
-        self.us = {a: us for a, us in zip(order, times, strict=True) if a not in self.failed}
+        if self.guide:
+            order = order[:HEAD] + self.rng.sample(order[HEAD:], FEW - HEAD)
+        while order:
+            self.rng.shuffle(order)
+            times = yield from self._ask([Ask(CHECK, a) for a in order])
+            looked = zip(order, times, strict=True)
+            self.us |= {a: us for a, us in looked if a not in self.failed}
+            order = self._promising()
+        untried = [a for a in self._left(range(self.count)) if a not in self.us]
+        self.dropped |= dict.fromkeys(untried, Verdict("untried"))
         limit = HOPELESS * self.us[0]
         for a in self._left(range(1, self.count)):
             if self.us[a] > limit:
@@ -169,7 +190,23 @@ class _Race:
                 reason = f"{1 / ratio:.1f} times the default's time at first sight"
                 interval = Interval(ratio, 0.0, math.inf)
                 self.dropped[a] = Verdict("dropped", reason, self.us[a], interval, 1, self.regime)
-        return self._left(range(1, self.count))
+        left = self._left(range(1, self.count))
+        if self.guide:
+            for a in sorted(left, key=lambda a: self.us[a])[ENTRANTS:]:
+                interval = Interval(self.us[0] / self.us[a], 0.0, math.inf)
+                reason = f"not of the {ENTRANTS} fastest at first sight"
+                self.dropped[a] = Verdict("dropped", reason, self.us[a], interval, 1, self.regime)
+        return self._left(left)
+
+    def _promising(self) -> list[int]:
+        """What to look at next; none where that is enough."""
+        looked = len(self.us) + len(self.failed)
+        spent = self.spent_us > LEARN_SHARE * self.task.seconds * 1e6
+        if not self.guide or spent or looked >= min(MOST, self.count):
+            return []
+        slow = HOPELESS * self.us[0]
+        known = self.us | dict.fromkeys(self.failed, slow)
+        return self.guide.next(known, min(LEARNT, MOST - looked), self.rng)
 
     def screen(self, alive: list[int]) -> Stage:
         """Successive halving; all that may be faster, in the order of preference."""
