@@ -51,7 +51,10 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     "interrupted sweep goes on from there.  [default: candidates.csv beside the tuned table]",
 )
 @click.option(
-    "--backend", default="auto", show_default=True, help="auto: what fits this machine; or cpu."
+    "--backend",
+    default="auto",
+    show_default=True,
+    help="auto: what fits this machine; or one of gemmtune doctor's.",
 )
 @click.option(
     "--min-gain",

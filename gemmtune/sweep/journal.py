@@ -5,6 +5,7 @@
     {"begin": {"gemm": {…}, "seconds": 3.0, …}, "calls": 4.0, "share": 0.2, "choices": [[…], …]}
     {"of": 0, "ask": ["time", 2, 40, 8], "us": 103.2, "s": 12.41}
     {"of": 0, "ask": ["check", 5], "reason": "killed by SIGSEGV", "s": 12.8}
+    {"of": 0, "gpu": {"sm_mhz": 1755, …}, "s": 12.9}           the GPU meanwhile (nvml.Reading)
     {"of": 0, "failed": "…", "s": 13.0}                        nothing of this Gemm can be measured
 
 A later provenance takes an earlier one's place. `of` counts the begin lines from 0; a later begin
@@ -160,6 +161,10 @@ class Journal:
         if time.monotonic() - self._synced >= SYNC_S:
             self.sync()
 
+    def reading(self, record: Record, gpu: Mapping[str, Any]) -> None:
+        """What the GPU says of itself while the Gemm is measured."""
+        self._write({"of": record.number, "gpu": dict(gpu), "s": round(self.spent_s, 3)})
+
     def fail(self, record: Record, reason: str) -> None:
         """Nothing of this Gemm can be measured."""
         self._write({"of": record.number, "failed": reason, "s": round(self.spent_s, 3)})
@@ -273,6 +278,9 @@ def _take(entry: Any, held: Held, begun: list[Record]) -> None:
         return
     record = begun[_of(entry["of"], int)]
     held.spent_s = max(held.spent_s, _number(entry["s"]))
+    if "gpu" in entry:  # for people to read; nothing is concluded from it
+        _of(entry["gpu"], dict)
+        return
     if "failed" in entry:
         record.failed = _of(entry["failed"], str)
         return

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemmtune import __version__, machine, table, textfile
+from gemmtune import __version__, machine, nvml, table, textfile
 from gemmtune.backends.base import Backend
 from gemmtune.errors import BackendError, Incompatible, UsageError
 from gemmtune.gemm import Gemm
@@ -38,6 +38,7 @@ from gemmtune.sweep.worker import Workers
 from gemmtune.table import Candidate, Shape, Table, Tuned
 
 GPU_APIS = ("lt", "gemmex")
+READ_S = 1.0  # between two readings of the GPU's clock and power, whose meters are no faster
 
 PathLike = str | os.PathLike[str]
 
@@ -78,7 +79,8 @@ def sweep(
         textfile.check_writable(path)
     plan = make_plan(shapes.rows, backend, options)
     path = journal.path_beside(candidates_path)
-    notes = []
+    uuid = gpu_uuid(backend)
+    notes = _shared(uuid)
     if not path.exists() and Path(candidates_path).is_file():
         kept = journal.set_aside(candidates_path)
         notes.append(f"{candidates_path} has no journal of its samples: kept as {kept}")
@@ -89,7 +91,7 @@ def sweep(
             _refuse_another(path, before, provenance)
         kept_journal.start(json.loads(json.dumps(provenance)))  # as it will be read again
         running = _Sweep(kept_journal, plan, backend, threads, options, progress)
-        running.paths = candidates_path, tuned_path
+        running.paths, running.uuid = (candidates_path, tuned_path), uuid
         return running.run(notes)
 
 
@@ -143,6 +145,7 @@ class _Sweep:
     """A sweep under way. `rows` holds the Gemms that are done."""
 
     paths: tuple[PathLike, PathLike]
+    uuid = ""  # of the GPU; "" without one
 
     def __init__(
         self,
@@ -158,6 +161,7 @@ class _Sweep:
         self.purse = Purse(plan, options)
         self.rows: dict[Gemm, list[Candidate]] = {}
         self.anew: set[Gemm] = set()
+        self._read_at = 0.0
 
     def run(self, notes: list[str]) -> Summary:
         self._take_up()
@@ -235,6 +239,7 @@ class _Sweep:
                 for asked, given in workers.answers(number, asks):
                     log.answer(current, asked, given)
                     found.append(given)
+                    self._read_gpu(current)
                     if self.purse.over(log.spent_s):
                         raise OutOfTime
                 return found
@@ -247,6 +252,12 @@ class _Sweep:
                 log.fail(record, str(e))
                 return failed_rows(gemm, str(e))
             return candidate_rows(record, verdicts, options.min_gain)
+
+    def _read_gpu(self, record: journal.Record) -> None:
+        now = time.monotonic()
+        if self.uuid and now - self._read_at >= READ_S:
+            self._read_at = now
+            self.journal.reading(record, nvml.read(self.uuid)._asdict())
 
     def _timing_s(self, gemm: Gemm) -> float:
         """What the timing of a Gemm took, as far as its answers tell."""
@@ -286,6 +297,21 @@ def _keeping(path: Path) -> Iterator[None]:
         raise UsageError(
             f"{e}; what was measured is kept in {path}: the same command goes on from there"
         ) from None
+
+
+def gpu_uuid(backend: Backend) -> str:
+    """The GPU that the backend uses, as the driver names it; "" where it uses none."""
+    found = machine.gpus() if backend.device != "cpu" else []
+    return found[0].uuid if found else ""
+
+
+def _shared(uuid: str) -> list[str]:
+    """Who else is on the GPU, asked before any worker of this sweep is."""
+    others = nvml.read(uuid).others if uuid else ()
+    if not others:
+        return []
+    pids = ", ".join(map(str, others))
+    return [f"the GPU is shared with process {pids}: its work is in every time measured here"]
 
 
 def thread_count(captured: Mapping[str, Any], options: Options) -> int:
