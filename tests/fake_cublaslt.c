@@ -13,13 +13,16 @@
 
 enum { OK = 0, NOT_INITIALIZED = 1, INVALID = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, R_E4M3 = 28, R_E5M2 = 29, COMPUTE_32F = 68 };
+enum { PLAIN = 1, BIAS = 4, GELU_AUX = 160, GELU_AUX_BIAS = 164, DGELU = 192, DGELU_BGRAD = 208,
+       BGRADB = 512 };
 enum { MAGIC = 0x17ce11, MOST = 8 };
 
 typedef struct { int type; uint64_t rows, cols; int64_t ld, stride; int32_t batch; } Layout;
 typedef struct {
     int compute, scale, op_a, op_b, bias_type;
     uint32_t epilogue;
-    void *bias, *scale_a, *scale_b;
+    void *bias, *aux, *scale_a, *scale_b;
+    int64_t aux_ld;
     int8_t fast;
 } Desc;
 typedef struct { uint64_t workspace; uint32_t align[4]; } Pref;
@@ -122,6 +125,8 @@ int cublasLtMatmulDescSetAttribute(Desc *d, int attr, const void *buf, size_t si
     case 4: return take(&d->op_b, 4, buf, size);
     case 7: return take(&d->epilogue, 4, buf, size);
     case 8: return take(&d->bias, 8, buf, size);
+    case 11: return take(&d->aux, 8, buf, size);
+    case 12: return take(&d->aux_ld, 8, buf, size);
     case 17: return take(&d->scale_a, 8, buf, size);
     case 18: return take(&d->scale_b, 8, buf, size);
     case 25: return take(&d->fast, 1, buf, size);
@@ -254,7 +259,13 @@ static int shapes_fit(const Desc *d, const Layout *a, const Layout *b, const Lay
     if (am != dd->rows || bn != dd->cols || ak != bk || c->rows != am || c->cols != bn) return INVALID;
     for (int i = 0; i < 4; i++)
         if (all[i]->ld < (int64_t)all[i]->rows || all[i]->batch != dd->batch) return INVALID;
-    if (d->epilogue != 1 && d->epilogue != 4) return NOT_SUPPORTED;
+    switch (d->epilogue) {
+    case GELU_AUX: case GELU_AUX_BIAS: case DGELU: case DGELU_BGRAD:
+        if (d->aux_ld % 8 || d->aux_ld < (int64_t)dd->rows || dd->batch != 1) return INVALID;
+        break;
+    case PLAIN: case BIAS: case BGRADB: break;
+    default: return NOT_SUPPORTED;
+    }
     if (is8(a->type) && (!d->op_a || d->op_b || am % 16 || bn % 16 || ak % 16)) return NOT_SUPPORTED;
     if (d->fast && !is8(a->type)) return NOT_SUPPORTED;
     *k = ak;
@@ -346,6 +357,22 @@ static void store(void *p, int type, int64_t at, float f)
     ((uint16_t *)p)[at] = (uint16_t)(bits >> 16);
 }
 
+static float gelu_inner(float x) { return 0.79788456f * (x + 0.044715f * x * x * x); }
+
+/* Sums over the columns of D, or over k of op(B). */
+static void bias_gradient(const Desc *d, const Layout *b, const void *B, const Layout *dd,
+                          const void *D, uint64_t k, int type)
+{
+    int own = d->epilogue == BGRADB;
+    for (int64_t i = 0; i < (int64_t)(own ? dd->cols : dd->rows); i++) {
+        float sum = 0;
+        for (int64_t x = 0; x < (int64_t)(own ? k : dd->cols); x++)
+            sum += own ? load(B, b->type, d->op_b ? x * b->ld + i : i * b->ld + x)
+                       : load(D, dd->type, x * dd->ld + i);
+        store(d->bias, type, i, sum);
+    }
+}
+
 int cublasLtMatmul(void *h, const Desc *d, const float *alpha, const void *A, const Layout *a,
                    const void *B, const Layout *b, const float *beta, const void *C,
                    const Layout *c, void *D, const Layout *dd, const Opaque *o, void *workspace,
@@ -360,7 +387,9 @@ int cublasLtMatmul(void *h, const Desc *d, const float *alpha, const void *A, co
     if (r.workspace > workspace_bytes || (r.workspace && !workspace)) return INVALID;
     if (((uintptr_t)d->scale_a | (uintptr_t)d->scale_b) % 16) return INVALID;
     if ((d->scale_a || d->scale_b) && !is8(a->type)) return INVALID;
-    if (d->epilogue == 4 && !d->bias) return INVALID;
+    uint32_t epi = d->epilogue;
+    if ((epi & (BIAS | 16) || epi == BGRADB) && !d->bias) return INVALID;
+    if (epi & 128 && !d->aux) return INVALID;
     uint32_t align = KINDS[kind_of(((const Algo *)o)->id)].align;
     if (((uintptr_t)A | (uintptr_t)B | (uintptr_t)D) % align) return NOT_SUPPORTED;
     shapes_fit(d, a, b, c, dd, &k);
@@ -375,8 +404,16 @@ int cublasLtMatmul(void *h, const Desc *d, const float *alpha, const void *A, co
                            load(B, b->type, i * b->stride + (d->op_b ? x * b->ld + n : n * b->ld + x));
                 sum *= scale;
                 if (*beta != 0) sum += *beta * load(C, c->type, i * c->stride + n * c->ld + m);
-                if (d->epilogue == 4) sum += load(d->bias, bias_type, m);
+                if (epi & BIAS) sum += load(d->bias, bias_type, m);
+                if (epi & 32) {
+                    store(d->aux, dd->type, n * d->aux_ld + m, sum);
+                    sum *= 0.5f * (1 + tanhf(gelu_inner(sum)));
+                } else if (epi & 64) {
+                    float y = load(d->aux, dd->type, n * d->aux_ld + m), t = tanhf(gelu_inner(y));
+                    sum *= 0.5f * (1 + t) + 0.5f * y * (1 - t * t) * 0.79788456f * (1 + 0.134145f * y * y);
+                }
                 store(D, dd->type, i * dd->stride + n * dd->ld + m, sum);
             }
+    if (epi & 16 || epi == BGRADB) bias_gradient(d, b, B, dd, D, k, bias_type);
     return OK;
 }

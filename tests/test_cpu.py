@@ -64,7 +64,7 @@ def check(g: Gemm) -> set[str]:
     before = [t.clone() for t in inputs]
     close = TOLERANCE[g.type_d]
     for algo in algos:
-        assert launch_clean(backend.launcher(g, algo), o) == "", algo
+        assert launch_clean(g, backend.launcher(g, algo), o) == "", algo
         torch.testing.assert_close(o.d.double(), expected(o), rtol=close, atol=close, msg=str(algo))
     assert all(map(torch.equal, inputs, before))
     return {a.config for a in algos}

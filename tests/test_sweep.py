@@ -41,7 +41,7 @@ def rows_of(gemm: Gemm, *, sustained: bool = True, min_gain: float = 0.005, seed
     def answer(number, asks):
         return [bench.answer(place, ask) for place, ask in enumerate(asks, number)]
 
-    verdicts = results.conduct(task, [a.config for a in found], [], answer)
+    verdicts = results.conduct(task, [c.algo.config for c in found], [], answer)
     record = journal.Record(0, task, 1, 1, found)
     return {r.algo.config: r for r in results.candidate_rows(record, verdicts, min_gain)}
 

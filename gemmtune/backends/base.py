@@ -31,6 +31,8 @@ class Operands(NamedTuple):
     x: (n, k), the library's B;  w: (k, m), the library's A;  c and d: (n, m);  bias: (m,).
     A batched Gemm has a leading batch dimension on x, w, c and d. `c` is None without beta, `bias`
     without the epilogue; scales are 0-d float32 tensors, None unless FP8. Strides are the Gemm's.
+    gelu_in: (n, m), what went into the GELU: written by its epilogues, read by its gradient's.
+    bgrad: the bias gradient that is written, (m,), or (n,) by bgradb.
     """
 
     x: torch.Tensor
@@ -40,6 +42,8 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None = None
     scale_x: torch.Tensor | None = None
     scale_w: torch.Tensor | None = None
+    gelu_in: torch.Tensor | None = None
+    bgrad: torch.Tensor | None = None
 
 
 Launch = Callable[[Operands], None]

@@ -37,7 +37,15 @@ CUBLASLT = Vendor(
         "float8e5m2": 29,
     },
     compute={"f32": 68},  # CUBLAS_COMPUTE_32F: no tf32 inside
-    epilogues={"-": 1, "bias": 4},
+    epilogues={
+        "-": 1,
+        "bias": 4,
+        "geluaux": 32 | 128,
+        "geluauxbias": 32 | 128 | 4,
+        "dgelu": 64 | 128,
+        "dgelubgrad": 64 | 128 | 16,
+        "bgradb": 512,
+    },
     layout={
         "batch": Attribute(5, c_int32),
         "stride": Attribute(6, c_int64),
@@ -47,6 +55,8 @@ CUBLASLT = Vendor(
         "trans_b": Attribute(4, c_int32),
         "epilogue": Attribute(7, c_uint32),
         "bias": Attribute(8, c_void_p),
+        "gelu_in": Attribute(11, c_void_p),  # the auxiliary buffer
+        "gelu_ld": Attribute(12, c_int64),
         "a_scale": Attribute(17, c_void_p),
         "b_scale": Attribute(18, c_void_p),
         "fast_accum": Attribute(25, c_int8),

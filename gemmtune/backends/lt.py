@@ -82,11 +82,13 @@ class Lt:
         if g.scale_mode:
             return f"scale mode {g.scale_mode}: only one scale per tensor"
         if g.epi not in vendor.epilogues:
-            return f"epilogue {g.epi}: its auxiliary operands are not made here yet"
+            return f"epilogue {g.epi}: the library has none"
         if g.epi == "-" and g.bias_type != "-":
             return "a bias without the bias epilogue: the call adds it by another kernel"
-        if g.epi == "bias" and g.bias_type == "-":
-            return "the bias epilogue without a bias type"
+        if g.epi in ("bias", "geluauxbias") and g.bias_type == "-":
+            return f"the {g.epi} epilogue without a bias type"
+        if g.epi not in ("-", "bias") and (g.fp8 or g.batched):
+            return f"epilogue {g.epi} of an FP8 or batched GEMM: its operands are not made here yet"
         if g.comp not in vendor.compute or g.scale != "float32":
             return f"compute type {g.comp} with {g.scale} scales"
         for kind in (g.type_a, g.type_b, g.type_d):
@@ -167,8 +169,8 @@ class Lt:
             spaces[number] = explore.Space(
                 tiles,
                 stages,
-                range(one["custom"] + 1),
-                range(one["swizzle"] + 1),
+                range(max(one["custom"], 0) + 1),
+                range(2 if one["swizzle"] else 1),
                 self.vendor.clusters,
                 kept if one["splitk"] else [],
             )
@@ -207,15 +209,16 @@ class Lt:
         import torch
 
         assert isinstance(launch, _Launch)
+        bound = [launch.bind(o) for o in operands[:launches]]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        total_us, sets = 0.0, len(operands)
+        total_us, sets = 0.0, len(bound)
         for first in range(0, launches, QUEUED):
             count = min(QUEUED, launches - first)
             lead_us = LEAD_US + count * max(0.0, HOST_US - launch.last_us)
             torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
             start.record()
             for i in range(first, first + count):
-                launch(operands[i % sets])
+                launch.run(bound[i % sets])
             end.record()
             end.synchronize()
             us = start.elapsed_time(end) * 1e3
@@ -276,13 +279,21 @@ class _Launch:
 
     def __call__(self, o: Operands) -> None:
         """Raises BackendError."""
+        self.run(self.bind(o))
+
+    def bind(self, o: Operands) -> tuple[Any, ...]:
+        """The call's arguments for these operands."""
         key = tuple([0 if t is None else t.data_ptr() for t in o])
         bound = self._bound.get(key)
         if bound is None:
             workspace = self.space.data_ptr()
             bound = self.problem.bind(self.algo, o, workspace, self.stream)
             self._bound[key] = bound
-        status = self._matmul(*bound[:-1])
+        return bound
+
+    def run(self, bound: tuple[Any, ...]) -> None:
+        """Raises BackendError."""
+        status = self._matmul(*bound[0])
         if status:
             self.problem.library.judge("Matmul", status)
 

@@ -182,7 +182,8 @@ class Owned:
 class Pointers(NamedTuple):
     """Addresses that a description carries, 0 where there is none."""
 
-    bias: int = 0
+    bias: int = 0  # or where the bias gradient goes
+    gelu_in: int = 0
     a_scale: int = 0
     b_scale: int = 0
 
@@ -206,7 +207,10 @@ class Problem:
         self._d = self._layout(d, g.m, g.n, "N", g.ldd, g.stride_d)
         self.layouts = tuple(x.value for x in (self._a, self._b, self._d, self._d))
         placed = Pointers(
-            somewhere * (g.epi != "-"), *(somewhere * g.fp8 for _ in ("a_scale", "b_scale"))
+            bias=somewhere * (g.epi not in ("-", "geluaux", "dgelu")),
+            gelu_in=somewhere * ("gelu" in g.epi),
+            a_scale=somewhere * g.fp8,
+            b_scale=somewhere * g.fp8,
         )
         self.desc = self.description(placed)
         self._alpha, self._beta = c_float(1.0), c_float(1.0 if g.beta else 0.0)
@@ -233,6 +237,8 @@ class Problem:
             values["bias_type"] = vendor.types[g.bias_type]
         if g.fp8:
             values["fast_accum"] = g.fast_accum
+        if pointers.gelu_in:
+            values["gelu_ld"] = -(-g.m // 8) * 8
         values |= {name: address for name, address in pointers._asdict().items() if address}
         for name, value in values.items():
             self.library.set("MatmulDesc", made.value, vendor.desc[name], value)
@@ -306,20 +312,21 @@ class Problem:
         return int(result.workspace), float(result.waves)
 
     def bind(self, algo: Any, o: Operands, workspace: int, stream: int) -> tuple[Any, ...]:
-        """The arguments of a launch over these operands; A is their w, B their x."""
+        """The arguments of a launch over these operands (A is their w, B their x), and its
+        description, which has to live as long."""
         g = self.gemm
-        places = (o.bias, o.scale_w, o.scale_x)
+        places = (o.bgrad if o.bias is None else o.bias, o.gelu_in, o.scale_w, o.scale_x)
         pointers = Pointers(*(0 if t is None else t.data_ptr() for t in places))
         desc = self.description(pointers) if any(pointers) else self.desc
         d = o.d.data_ptr()
         c = o.c.data_ptr() if g.beta and o.c is not None else d
         a, b, cl, dl = self.layouts
-        return (
+        args = (
             *(self.handle.value, desc.value, byref(self._alpha), o.w.data_ptr(), a),
             *(o.x.data_ptr(), b, byref(self._beta), c, cl, d, dl),
             *(byref(algo), workspace, self.workspace_bytes, stream),
-            desc,  # not passed on: kept alive with the rest
         )
+        return args, desc
 
 
 def _size(buffer: Any) -> int:

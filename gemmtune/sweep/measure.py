@@ -44,7 +44,8 @@ def memory_bytes(gemm: Gemm) -> int:
     x = max(g.ldb * (g.n if g.trans_b == "N" else g.k), 1) + (g.batch - 1) * g.stride_b
     w = max(g.lda * (g.k if g.trans_a == "N" else g.m), 1) + (g.batch - 1) * g.stride_a
     d = max(g.ldd * g.n, 1) + (g.batch - 1) * g.stride_d
-    kinds = ((x, g.type_b), (w, g.type_a), *((d, g.type_d),) * (2 if g.beta else 1))
+    results = 1 + bool(g.beta) + ("gelu" in g.epi)
+    kinds = ((x, g.type_b), (w, g.type_a), *((d, g.type_d),) * results)
     one_set = sum(elements * TYPE_BYTES[kind] for elements, kind in kinds)
     rows, columns = min(g.n, WHOLE_SAMPLES), min(g.m, WHOLE_SAMPLES)
     whole = g.batch * (12 * rows * columns + 3 * g.k * (rows + columns)) * 8

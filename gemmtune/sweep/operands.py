@@ -58,15 +58,42 @@ def draw(gemm: Gemm, seed: int, device: str = "cpu", scale_log2: int = 0) -> Ope
     x = tensor(g.type_b, [*lead, g.n, g.k], x_strides, magnitude)
     w = tensor(g.type_a, [*lead, g.k, g.m], w_strides, w_std)
     c = tensor(g.type_d, d_shape, d_strides, scale * scale) if g.beta else None
-    bias = tensor(g.bias_type, [g.m], [1], scale * scale) if g.bias_type != "-" else None
+    side = _side_outputs(g, device)
+    biased = g.bias_type != "-" and "bgrad" not in side
+    bias = tensor(g.bias_type, [g.m], [1], scale * scale) if biased else None
+    if g.epi.startswith("dgelu"):
+        side["gelu_in"] = tensor(g.type_d, [g.n, g.m], [_gelu_ld(g.m), 1], 1.0)
     d = torch.full(
         (_storage(d_shape, d_strides),), math.nan, dtype=torch_type(g.type_d, device), device=device
     ).as_strided(d_shape, d_strides)
     if not g.fp8:
-        return Operands(x, w, d, c, bias)
+        return Operands(x, w, d, c, bias, **side)
     one = torch.tensor(1.0, device=device)
     scale_w = torch.tensor(1 / math.sqrt(max(g.k, 1)), device=device)
     return Operands(x, w, d, c, bias, scale_x=one, scale_w=scale_w)
+
+
+def _side_outputs(g: Gemm, device: str) -> dict[str, torch.Tensor]:
+    """What the epilogue writes besides d, NaN so far."""
+    import torch
+
+    shapes: dict[str, list[int]] = {}
+    if g.epi.startswith("gelu"):
+        shapes["gelu_in"] = [g.n, g.m]
+    if g.epi in ("dgelubgrad", "bgradb"):
+        shapes["bgrad"] = [g.n if g.epi == "bgradb" else g.m]
+    made = {}
+    for name, shape in shapes.items():
+        strides = [_gelu_ld(g.m), 1][-len(shape) :]
+        kind = g.bias_type if name == "bgrad" and g.bias_type != "-" else g.type_d
+        memory = torch.full((_storage(shape, strides),), math.nan, device=device)
+        made[name] = memory.to(torch_type(kind, device)).as_strided(shape, strides)
+    return made
+
+
+def _gelu_ld(m: int) -> int:
+    """The leading dimension of the GELU's input: cuBLASLt wants a multiple of 8."""
+    return -(-m // 8) * 8
 
 
 def copies(operands: Operands, sets: int) -> list[Operands]:

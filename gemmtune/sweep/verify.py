@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gemmtune.backends.base import Launch, Operands
 from gemmtune.gemm import Gemm
+from gemmtune.sweep import epilogue
 from gemmtune.sweep import operands as ops
 
 if TYPE_CHECKING:
@@ -45,12 +46,16 @@ class Error(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """The exact result of some rows and columns, the bound on each element's error, its scale."""
+    """The exact result of some rows and columns, the bound on each element's error, its scale.
+
+    `product`: what went into the epilogue.
+    """
 
     rows: torch.Tensor
     columns: torch.Tensor
     exact: torch.Tensor
     bound: torch.Tensor
+    product: torch.Tensor
     floor: float  # root-mean-square error of rounding the exact result to its type
 
 
@@ -68,18 +73,22 @@ def reference(gemm: Gemm, o: Operands, samples: int | None = None, seed: int = 0
     x = _plain(o.x).index_select(-2, rows).double()
     w = _plain(o.w).index_select(-1, columns).double()
     scale = math.prod(float(s) for s in (o.scale_x, o.scale_w) if s is not None)
-    exact, size = x @ w * scale, x.abs() @ w.abs() * scale
+    product, size = x @ w * scale, x.abs() @ w.abs() * scale
     for addend in (o.c, o.bias):
         if addend is not None:
             part = addend.index_select(-1, columns)
             part = (part if part.dim() == 1 else part.index_select(-2, rows)).double()
-            exact, size = exact + part, size + part.abs()
+            product, size = product + part, size + part.abs()
     unit, smallest = UNIT[gemm.type_d]
     compute_unit = FP8_COMPUTE_UNIT if gemm.fp8 else COMPUTE_UNIT[gemm.comp]
     compute = LAMBDA * math.sqrt(gemm.k + 1) * compute_unit
-    bound = 2 * unit * exact.abs() + compute * size + smallest
+    gelu_in = o.gelu_in
+    if gelu_in is not None:
+        gelu_in = gelu_in.index_select(-2, rows).index_select(-1, columns)
+    exact, off = epilogue.apply(gemm, product, compute * size, gelu_in)
+    bound = 2 * unit * exact.abs() + off + smallest
     floor = unit * float(torch.sqrt(torch.mean(exact**2))) if exact.numel() else 0.0
-    return Reference(rows, columns, exact, bound, floor)
+    return Reference(rows, columns, exact, bound, product, floor)
 
 
 def error(result: torch.Tensor, ref: Reference) -> Error:
@@ -109,17 +118,19 @@ def judge(own: Error, default: Error, floor: float) -> str:
     return ""
 
 
-def launch_clean(launch: Launch, o: Operands) -> str:
+def launch_clean(gemm: Gemm, launch: Launch, o: Operands) -> str:
     """Launch once over NaN; why the output is not whole, "" where every element was written."""
-    memory = ops.storage(o.d)
-    memory.fill_(math.nan)
+    written = [(t, ops.storage(t)) for t in epilogue.outputs(gemm, o)]
+    for _, memory in written:
+        memory.fill_(math.nan)
     launch(o)
-    nans = int(_nans(o.d).sum())
-    if nans:
-        return f"{nans} of {o.d.numel()} elements NaN or not written"
-    # What lies between the rows of d belongs to another tensor.
-    if int((~_nans(memory)).sum()) != o.d.numel():
-        return "wrote outside its matrix"
+    for t, memory in written:
+        nans = int(_nans(t).sum())
+        if nans:
+            return f"{nans} of {t.numel()} elements NaN or not written"
+        # What lies between the rows of d belongs to another tensor.
+        if int((~_nans(memory)).sum()) != t.numel():
+            return "wrote outside its matrix"
     return ""
 
 
@@ -146,16 +157,25 @@ class Checker:
 
     def _measure(self, o: Operands, samples: int | None) -> tuple[Reference, Error]:
         ref = reference(self.gemm, o, samples, self.seed)
-        launch_clean(self.default, o)
+        launch_clean(self.gemm, self.default, o)
         return ref, error(o.d, ref)
 
     def quick(self, launch: Launch) -> str:
         """NaN scan and sampled check; the reason of a failure, "" where it passed."""
-        reason = launch_clean(launch, self._operands)
-        if reason:
+        return self._judge(launch, self._operands, *self._sampled)
+
+    def _judge(self, launch: Launch, o: Operands, ref: Reference, default: Error) -> str:
+        reason = launch_clean(self.gemm, launch, o)
+        reason = reason or judge(error(o.d, ref), default, ref.floor)
+        if reason or self.gemm.epi in ("-", "bias"):
             return reason
-        ref, default = self._sampled
-        return judge(error(self._operands.d, ref), default, ref.floor)
+        g, kept = self.gemm, (ref.product, ref.product)
+        if o.gelu_in is not None:
+            written = o.gelu_in.index_select(-2, ref.rows).index_select(-1, ref.columns)
+            kept = (ref.product, written)
+        bias = g.bias_type if g.bias_type != "-" else g.type_d
+        units = (UNIT[bias][0], UNIT[g.type_d][0], COMPUTE_UNIT[g.comp])
+        return epilogue.judge(g, o, kept, units)
 
     def whole(self, launch: Launch) -> str:
         """At normal, tiny and huge scales, twice over; "" where it passed.
@@ -171,11 +191,10 @@ class Checker:
                 o = ops.draw(self.gemm, self.seed + 1, self.device, log2)
                 self._whole.append((name, o, *self._measure(o, WHOLE_SAMPLES)))
         for name, o, ref, default in self._whole:
-            reason = launch_clean(launch, o) or judge(error(o.d, ref), default, ref.floor)
-            if reason:
+            if reason := self._judge(launch, o, ref, default):
                 return f"{reason} ({name} values)"
             first = o.d.clone()
-            reason = launch_clean(launch, o)
+            reason = launch_clean(self.gemm, launch, o)
             if reason or not bool((_plain(first) == _plain(o.d)).all()):
                 return f"not repeatable: {reason or 'two launches differ'} ({name} values)"
         return ""
