@@ -200,6 +200,15 @@ def test_an_attribute_of_the_wrong_size_or_number_is_refused(backend, of):
             assert status == 7
 
 
+def test_a_librarys_choice_rebuilt_from_its_spelling_is_the_same_to_the_byte(backend):
+    for g in (gemm(), GEMMS["FP8"]):
+        backend.algos(g)
+        problem = backend._problems[g]
+        for algo, _ in problem.heuristic():
+            again = problem.algo(lt.parse(lt.spell(problem.settings(algo))))
+            assert bytes(again) == bytes(algo), (bytes(again).hex(), bytes(algo).hex())
+
+
 def test_it_can_be_pickled_after_use_and_forgets_the_device(backend):
     backend.algos(gemm())
     again = pickle.loads(pickle.dumps(backend))

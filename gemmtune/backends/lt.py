@@ -120,7 +120,7 @@ class Lt:
         BackendError where the library has no algorithm.
         """
         problem = self._problem(gemm)
-        found = problem.heuristic()
+        found = [(problem.settings(algo), need) for algo, need in problem.heuristic()]
         chosen = list({spell(config): config for config, _ in found}.values())
         needs = {spell(config): need for config, need in reversed(found)}
 

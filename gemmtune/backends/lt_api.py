@@ -244,8 +244,8 @@ class Problem:
             self.library.set("MatmulDesc", made.value, vendor.desc[name], value)
         return made
 
-    def heuristic(self, count: int = MOST_HEURISTICS) -> list[tuple[Config, int]]:
-        """The library's own choices, its first one first, each with the workspace it needs.
+    def heuristic(self, count: int = MOST_HEURISTICS) -> list[tuple[Any, int]]:
+        """The library's own choices, its first one first: algorithm, and workspace it needs.
 
         Raises BackendError where it has none.
         """
@@ -263,7 +263,7 @@ class Problem:
         good = [r for r in results[: found.value] if r.state == 0]
         if not good:
             raise BackendError(f"{vendor.title} has no algorithm for {self.gemm}")
-        return [(self.settings(r.algo), r.workspace) for r in good]
+        return [(r.algo, r.workspace) for r in good]
 
     def settings(self, algo: Any) -> Config:
         """An algorithm's settings, read from its structure."""

@@ -16,6 +16,20 @@ CSV
 "$PYTHON" -m gemmtune doctor || true
 time "$PYTHON" -m gemmtune sweep "$out/shapes.csv" -o "$out/tuned.csv" --backend cublaslt \
     --seconds-per-shape "${SECONDS_PER_SHAPE:-6}"
-cut -d, -f1-3 --complement "$out/candidates.csv" | grep -c failed || true
-grep -o 'failed,[^,]*' "$out/candidates.csv" | sort | uniq -c | sort -rn | head -20 || true
-cat "$out/tuned.csv"
+"$PYTHON" - "$out" <<'PY'
+import collections, json, sys
+from gemmtune import table
+rows = table.read(f"{sys.argv[1]}/candidates.csv", table.Candidate).rows
+reasons = collections.Counter(r.reason.split(":")[0][:60] for r in rows if r.status == "failed")
+print("failed:", dict(reasons) or "none")
+for gemm in dict.fromkeys(r.gemm for r in rows):
+    own = [r for r in rows if r.gemm == gemm]
+    best = sorted((r for r in own if r.status in ("winner", "finalist")), key=lambda r: -r.ratio)
+    print(f"{gemm}: {len(own)} tried")
+    for r in [*[r for r in own if r.status == "default"], *best]:
+        print(f"  {r.status:8} {r.time_us:8.1f} us {r.ratio:.4f} rank {r.algo.aidx:4} {r.algo.config}")
+readings = [e["gpu"] for e in map(json.loads, open(f"{sys.argv[1]}/candidates.samples.jsonl")) if "gpu" in e]
+for name in ("sm_mhz", "power_w", "temperature_c"):
+    print(name, sorted(r[name] for r in readings)[:: max(1, len(readings) // 6)])
+print("throttled:", collections.Counter(t for r in readings for t in r["throttled"]), len(readings))
+PY

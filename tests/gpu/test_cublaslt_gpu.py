@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
 
 from gemmtune import machine, nvml
+from gemmtune.backends import lt
 from gemmtune.backends.cublaslt import CublasLt
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
@@ -92,6 +94,15 @@ def test_the_default_and_others_compute_the_gemm(backend, name):
     assert len(failed) <= TRIED // 3, failed  # a bad one may be; that it is found is the point
 
 
+def test_a_librarys_choice_rebuilt_from_its_spelling_is_the_same_to_the_byte(backend):
+    for g in (gemm(), fp8(fast_accum=1), gemm(m=4096, n=4096, k=4096)):
+        backend.algos(g)
+        problem = backend._problems[g]
+        for algo, _ in problem.heuristic():
+            again = problem.algo(lt.parse(lt.spell(problem.settings(algo))))
+            assert bytes(again) == bytes(algo), (bytes(again).hex(), bytes(algo).hex())
+
+
 def test_its_default_is_what_torch_itself_computes(backend):
     g = gemm()
     o = operands.draw(g, 0, backend.device)
@@ -102,7 +113,9 @@ def test_its_default_is_what_torch_itself_computes(backend):
 def test_all_explored_configurations_launch(backend):
     g = gemm(m=2048, n=2048, k=2048)
     o = operands.draw(g, 0, backend.device)
+    begun = time.monotonic()
     algos = backend.algos(g)
+    seconds = time.monotonic() - begun
     refused = []
     for algo in algos:
         try:
@@ -110,7 +123,7 @@ def test_all_explored_configurations_launch(backend):
             torch.cuda.synchronize()
         except BackendError as e:
             refused.append(f"{algo.config}: {e}")
-    print(f"\n{len(algos)} algorithms, {len(refused)} refused at launch")
+    print(f"\n{len(algos)} algorithms in {seconds:.1f} s, {len(refused)} refused at launch")
     assert len(algos) > 50 and len(refused) < len(algos) // 10, refused
 
 
