@@ -16,6 +16,7 @@ import time
 
 import torch
 
+from gemmtune.errors import DeviceLost
 from gemmtune.gemm import Algo, Gemm
 
 # m: {algorithm: its time over the default's}
@@ -36,6 +37,7 @@ SCRIPT = {
     44: {"backwards": 0.5, "stands-still": 0.5, "no-number": 0.5, "set-back-once": 0.8},
     45: {"dies-timed": 0.5, "fast": 0.8, "tie": 1.0},
     46: {"ruins": 2.0, "fast": 0.8},
+    47: {"loses-the-device": 0.5, "fast": 0.8},
 }
 DEFAULT_US = 100.0
 LAUNCHES = itertools.count()
@@ -140,6 +142,8 @@ class Launcher:
                 torch.empty(1 << 60)
             case "oom-killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "loses-the-device":
+                raise DeviceLost("an illegal memory access")
             case "naps":
                 time.sleep(0.1)
         o.d.copy_(value if o.c is None else value + o.c)

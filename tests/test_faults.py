@@ -69,6 +69,7 @@ def rows_of(folder: Path, *gemms: Gemm, options=QUICK) -> dict[str, table.Candid
             },
         ),
         (45, {"dies-timed": "killed by SIGSEGV"}),
+        (47, {"loses-the-device": "code 70: an illegal memory access"}),
     ],
 )
 def test_a_fault_costs_its_own_algorithm_alone(tmp_path, m, reasons):

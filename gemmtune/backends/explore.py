@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-Config = dict[str, int]
+from gemmtune.backends.lt_api import Config
 
 SPLITS = (1, 1, 1, 2, 3, 4, 6, 8)  # parts of k: most kernels that win do not split it
 CHOSEN_IDS = 0.8  # share of the draws that use an algorithm number of the library's choices

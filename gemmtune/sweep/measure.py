@@ -79,6 +79,8 @@ class Bench:
         if not reason:
             try:
                 reason, us = self._try(number, ask)
+            except DeviceLost:
+                raise
             except LAUNCH_ERRORS as e:
                 reason = _why(e)
                 if _lost(self.backend.device):

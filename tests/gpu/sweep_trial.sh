@@ -1,4 +1,4 @@
-#!/bin/sh
+#!/usr/bin/env bash
 # A trial on a GPU: the tests of the cuBLASLt backend, then a sweep of five GEMMs of Llama-3-8B.
 # Run in the repository's root; PYTHON names the interpreter. Prints the sweep's table last.
 set -e
