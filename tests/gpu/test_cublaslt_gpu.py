@@ -147,7 +147,7 @@ def test_a_misaligned_scale_is_refused_by_name(backend):
     o = operands.draw(g, 0, backend.device)
     launch = backend.launcher(g, backend.algos(g)[0])
     with pytest.raises(
-        BackendError, match="CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED)"
+        BackendError, match=r"CUBLAS_STATUS_(INVALID_VALUE|NOT_SUPPORTED)"
     ):  # 13.1 says the latter
         launch(o._replace(scale_w=torch.ones(5, device=backend.device)[1:2].squeeze()))
 
