@@ -1,11 +1,10 @@
-"""The tables shapes.csv, candidates.csv and tuned.csv: read, write, append, merge.
+"""The tables shapes.csv, candidates.csv and tuned.csv: read and write.
 
 A table is a header line, `# gemmtune {json}` provenance lines, then rows, each on one line; other
 `#` lines and blank lines are skipped. Columns are found by name, so a hand-made file may leave out
 those that have a default. Whatever is written can be read: a value that could not be is refused.
 Times and ratios are written with six digits, everything else exactly. Writes are atomic (temporary
-file, fsync, rename). Candidates are also appended to, fsynced; a torn last line of that table, as a
-kill leaves it, is dropped when it is read and cut off by the next append.
+file, fsync, rename).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from gemmtune import textfile
-from gemmtune.errors import TableError, UsageError
+from gemmtune.errors import TableError
 from gemmtune.gemm import (
     COMPUTE_TYPES,
     EPILOGUES,
@@ -280,7 +279,8 @@ def read_provenance(text: str) -> tuple[dict[str, Any], list[Fault]]:
     """What a table's provenance lines say (a later line over an earlier one)."""
     provenance: dict[str, Any] = {}
     faults = []
-    for number, text_line in enumerate(split_lines(text.removeprefix("\ufeff")), 1):
+    lines = split_lines(text.removeprefix("\ufeff"))
+    for number, text_line in enumerate(lines, 1):
         if text_line.startswith(PROVENANCE):
             try:
                 value = json.loads(text_line.removeprefix(PROVENANCE))
@@ -322,8 +322,6 @@ def scan(text: str, cls: type[Row]) -> Iterator[tuple[int, Row | Fault]]:
                 yield number, Fault(number, "", "", reason)
                 return
             continue
-        if number == len(lines) and not text_line.endswith("\n") and cls is Candidate:
-            return  # an append that a kill cut short; whoever appends next starts that row afresh
         yield number, _row(text_line, number, header, defaults, cls)
     if header is None:
         reason = f"empty: expected a header line {','.join(COLUMNS[cls][:4])},…"
@@ -379,39 +377,6 @@ def write(
 ) -> None:
     """Write a table atomically. Raises UsageError where the folder cannot be written."""
     textfile.write_text(path, render(rows, cls, provenance))
-
-
-def append(path: str | os.PathLike[str], rows: Iterable[Shape | Candidate | Tuned]) -> None:
-    """Append rows to a table with our columns in our order, and fsync.
-
-    In a table of candidates a torn last line of an earlier append is cut off first. Raises
-    UsageError (no such file), TableError (another kind of table).
-    """
-    rows = list(rows)
-    if not rows:
-        return
-    cls = type(rows[0])
-    text = "".join(line(row) for row in rows)
-    try:
-        with open(path, "r+b") as f:
-            content = f.read()
-            lines = content.decode("utf-8", "replace").removeprefix("\ufeff").split("\n")
-            head = next((x for x in lines if x.strip() and not x.lstrip().startswith("#")), "")
-            if head.strip() != ",".join(COLUMNS[cls]):
-                raise TableError(
-                    f"cannot append to {path}: its columns are not {COLUMNS[cls][0]},…"
-                )
-            end = content.rfind(b"\n") + 1
-            if end < len(content) and (cls is not Candidate or end == 0):
-                text = "\n" + text  # a hand-made last line; only candidates are ever torn
-                end = len(content)
-            f.seek(end)
-            f.truncate()
-            f.write(text.encode("utf-8"))
-            f.flush()
-            os.fsync(f.fileno())
-    except OSError as e:
-        raise UsageError(f"cannot append to {path}: {e.strerror}") from None
 
 
 def by_gemm(shapes: Iterable[Shape]) -> dict[Gemm, float]:

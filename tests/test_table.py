@@ -193,45 +193,6 @@ def test_a_missing_file_and_one_that_is_no_text_are_told(tmp_path: Path) -> None
         table.read(tmp_path / "x.csv", Shape)
 
 
-def test_an_append_cut_anywhere_loses_its_last_row_only(tmp_path: Path) -> None:
-    path = tmp_path / "candidates.csv"
-    table.write(path, [candidate(1)], Candidate, {"stage": "sweep"})
-    whole = path.read_bytes()
-    table.append(path, [candidate(2, "größer als erlaubt")])
-    appended = path.read_bytes()
-    assert appended.startswith(whole)
-    for end in range(len(whole), len(appended)):
-        path.write_bytes(appended[:end])
-        assert table.read(path, Candidate).rows == [candidate(1)]
-        table.append(path, [candidate(3), candidate(4)])
-        assert table.read(path, Candidate) == (
-            [candidate(1), candidate(3), candidate(4)],
-            {"stage": "sweep"},
-        )
-
-
-def test_an_append_keeps_a_hand_made_last_line(tmp_path: Path) -> None:
-    path = tmp_path / "tuned.csv"
-    path.write_text(table.render([TUNED], Tuned, {}).rstrip("\n"))
-    table.append(path, [TUNED._replace(dev_cap=905)])
-    assert [r.dev_cap for r in table.read(path, Tuned).rows] == [904, 905]
-    path = tmp_path / "candidates.csv"
-    path.write_text(",".join(table.COLUMNS[Candidate]))
-    table.append(path, [candidate(1)])
-    assert table.read(path, Candidate).rows == [candidate(1)]
-
-
-def test_an_append_to_another_table_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    for content in ("", "m,n,k\n", ",".join(table.COLUMNS[Shape]) + "\n"):
-        path.write_text(content)
-        with pytest.raises(TableError, match=r"cannot append to .*t.csv"):
-            table.append(path, [candidate(1)])
-        assert path.read_text() == content
-    with pytest.raises(UsageError, match=r"cannot append to .*none.csv: No such file"):
-        table.append(tmp_path / "none.csv", [candidate(1)])
-
-
 def test_a_write_that_fails_leaves_the_old_table_and_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
