@@ -108,6 +108,7 @@ _REQUIRED = {
 _NUMBER = r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"
 
 
+LARGEST = 1e18  # of a time, a count of calls or a ratio: sums and products of such stay finite
 _MOST_RANKS = 1 << 20
 # What other stages read from a provenance, by the JSON types that it may have.
 _PROVENANCE_TYPES: dict[str, tuple[type[Any], ...]] = {
@@ -184,6 +185,8 @@ def _cell(name: str, text: str) -> Any:
         number = float(text) if re.fullmatch(_NUMBER, text) else -1.0
         if not 0 <= number < float("inf"):
             raise ValueError("is not a number from 0 up")
+        if number > LARGEST:
+            raise ValueError("is too large")
         return number
     if name == "ranks" and not _ranks_fit(text):
         raise ValueError("is no list of ranks such as 0-7,9")
@@ -288,14 +291,24 @@ def read_provenance(text: str) -> tuple[dict[str, Any], list[Fault]]:
                 value = None
             if isinstance(value, dict):
                 provenance |= value
-                faults += [
-                    Fault(number, "", "", f"{key} in the provenance cannot be {value[key]!r}")
-                    for key, kinds in _PROVENANCE_TYPES.items()
-                    if not _may_be(value.get(key), kinds)
-                ]
+                faults += [Fault(number, "", "", wrong) for wrong in provenance_faults(value)]
             else:
                 faults.append(Fault(number, "", "", "the provenance is not a JSON object"))
     return provenance, faults
+
+
+def provenance_faults(provenance: Mapping[str, Any]) -> list[str]:
+    """What other stages read from a provenance and could not use."""
+    wrong = [
+        f"{key} in the provenance cannot be {provenance[key]!r}"
+        for key, kinds in _PROVENANCE_TYPES.items()
+        if not _may_be(provenance.get(key), kinds)
+    ]
+    machine = provenance.get("machine")
+    said = machine.get("dev_cap") if isinstance(machine, dict) else None
+    if said is not None and not (type(said) is int and 0 <= said < 2**63):
+        wrong.append(f"dev_cap in the provenance's machine cannot be {said!r}")
+    return wrong
 
 
 def _may_be(value: Any, kinds: tuple[type[Any], ...]) -> bool:

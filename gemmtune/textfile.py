@@ -3,8 +3,11 @@ them, fsync, rename)."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gemmtune.errors import TableError, UsageError
@@ -36,13 +39,48 @@ def decode(data: bytes, name: str) -> str:
 
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise UsageError if `write_text` to this path would fail: ahead of the work for it."""
-    if _is_special(path) and not os.path.isdir(path) and os.access(path, os.W_OK):
+    if is_special(path) and not os.path.isdir(path) and os.access(path, os.W_OK):
         return
     folder = Path(os.path.realpath(path)).parent
     if not folder.is_dir():
         raise UsageError(f"cannot write {path}: there is no folder {folder}")
     if Path(path).is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(f"cannot write {path}: name a file in a folder that you may write to")
+
+
+def check_apart(*paths: str | os.PathLike[str]) -> None:
+    """Raise UsageError where two of the paths are one file: what is read, and what is written."""
+    seen: dict[str, str | os.PathLike[str]] = {}
+    for path in paths:
+        real = os.path.realpath(path)
+        first = seen.get(real)
+        seen[real] = path
+        if first is not None and not is_special(path):
+            both = str(path) if str(first) == str(path) else f"{first} and {path}"
+            raise UsageError(f"{both} cannot be two files in one: name another")
+
+
+@contextmanager
+def hold(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep other gemmtunes out of a folder; a process that is killed lets go of it.
+
+    Raises UsageError where another one has it, or there is no such folder.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as e:
+        raise UsageError(f"cannot read the folder {folder}: {e.strerror}") from None
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(
+                    f"another gemmtune is writing to {folder}: wait for it, or name another -o"
+                ) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -56,7 +94,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     except UnicodeEncodeError as e:
         raise TableError(f"cannot write {path}: {e.object[e.start]!r} is not text") from None
     try:
-        if _is_special(path):
+        if is_special(path):
             Path(path).write_bytes(data)
         else:
             _replace(Path(os.path.realpath(path)), data)
@@ -64,7 +102,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise UsageError(f"cannot write {path}: {e.strerror}") from None
 
 
-def _is_special(path: str | os.PathLike[str]) -> bool:
+def is_special(path: str | os.PathLike[str]) -> bool:
     """Whether it is no plain file: a device, a pipe (a folder too, which no write gets into)."""
     return os.path.exists(path) and not os.path.isfile(path)
 

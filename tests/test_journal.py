@@ -105,6 +105,32 @@ def test_whatever_is_no_journal_is_said_in_a_line_that_names_its_place(tmp_path,
         path.write_bytes((tmp_path / "whole").read_bytes())
 
 
+@pytest.mark.parametrize(
+    ("number", "old", "new"),
+    [
+        (1, '"machine":{}', '"machine":{"dev_cap":"x"}'),
+        (1, '"machine":{}', '"machine":{"dev_cap":1e999}'),
+        (1, '"machine":{}', '"machine":[90]'),
+        (4, '"us":0.3', '"us":1e300,"was":0.3'),
+        (4, '"us":0.3', f'"us":1{"0" * 400},"was":0.3'),
+    ],
+)
+def test_a_value_that_no_sweep_writes_is_said_with_its_line(tmp_path, number, old, new):
+    write(tmp_path / "c.samples.jsonl").__exit__()
+    lines = (tmp_path / "c.samples.jsonl").read_text().splitlines(keepends=True)
+    assert old in lines[number - 1]
+    lines[number - 1] = lines[number - 1].replace(old, new)
+    (tmp_path / "c.samples.jsonl").write_text("".join(lines))
+    with pytest.raises(TableError, match=f"samples.jsonl:{number}: not a line of a sweep's"):
+        run.reanalyse(tmp_path / "c.csv", tmp_path / "t.csv", 0.005)
+
+
+def test_a_pipe_in_the_journal_s_place_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "c.samples.jsonl")
+    with pytest.raises(UsageError, match="no plain file"):
+        run.reanalyse(tmp_path / "c.csv", tmp_path / "t.csv", 0.005)
+
+
 def test_an_older_file_is_set_aside_under_a_free_name(tmp_path):
     write(tmp_path / "j").__exit__()
     old = (tmp_path / "j").read_bytes()

@@ -416,3 +416,63 @@ def test_the_cpu_backend_from_the_command_line(command):
     assert rows[0].status == "default" and rows[0].time_us > 0
     assert not [r for r in rows if r.status == "failed"]
     table.read("out.csv", table.Tuned)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("-o", ""), "name a file in a folder"),
+        (("-o", "."), "name a file in a folder"),
+        (("-o", "candidates.csv"), "cannot be two files in one"),
+        (("-o", "shapes.csv"), "cannot be two files in one"),
+        (("--candidates", "./shapes.csv"), "cannot be two files in one"),
+        (("-o", "candidates.samples.jsonl"), "cannot be two files in one"),
+        (("--candidates", "."), "cannot keep samples beside"),
+        (("--candidates", os.devnull), "cannot keep samples beside"),
+        (("--seconds-per-shape", "nan"), "nan is no number"),
+        (("--seconds-per-shape", "inf"), "is not in the range"),
+        (("--seed", str(2**70)), "is not in the range"),
+    ],
+)
+def test_outputs_and_numbers_that_cannot_be_are_refused_with_nothing_touched(
+    tmp_path, monkeypatch, words, said
+):
+    monkeypatch.chdir(tmp_path)
+    table.write("shapes.csv", [table.Shape(scripted.gemm(32), calls=1)], table.Shape, {})
+    before = Path("shapes.csv").read_bytes()
+    done = CliRunner().invoke(main, ["sweep", "shapes.csv", "--backend", "cpu", *words])
+    assert done.exit_code == 2 and said in done.output
+    assert os.listdir() == ["shapes.csv"] and Path("shapes.csv").read_bytes() == before
+
+
+def test_a_pipe_gets_the_tuned_table_once(tmp_path):
+    read, write = os.pipe()
+    paths = tmp_path / "c.csv", f"/dev/fd/{write}"
+    run.sweep(shapes(scripted.gemm(32), scripted.gemm(31)), Scripted(), *paths, QUICK)
+    os.close(write)
+    with open(read) as f:
+        assert f.read().count("dev_cap,") == 1
+
+
+def test_standard_streams_that_are_closed_or_full_cost_no_table(tmp_path):
+    sweep(tmp_path, scripted.gemm(32))
+    words = [sys.executable, "-m", "gemmtune", "sweep", "--reanalyse"]
+    for tail, code in ((">&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 1)):
+        (tmp_path / "tuned.csv").unlink()
+        line = ["sh", "-c", f'exec "$@" {tail}', "sh", *words]
+        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+        assert (tmp_path / "tuned.csv").exists()
+    assert "No space left" in done.stderr
+
+
+def test_ctrl_c_does_not_reach_the_server_of_the_workers():
+    """It would end with a traceback where it is still loading torch."""
+    from multiprocessing import forkserver
+
+    with Workers(Scripted(), scripted.gemm(32), 0, 1) as workers:
+        workers.choices()
+        status = Path(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read_text()
+    blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+    assert blocked & 1 << signal.SIGINT - 1

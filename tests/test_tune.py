@@ -17,7 +17,9 @@ from gemmtune import table
 from gemmtune.cli.tune import Stages
 from gemmtune.errors import UsageError
 from gemmtune.gemm import Algo, Gemm
+from gemmtune.sweep.budget import parse_duration
 from gemmtune.table import Shape, Tuned
+from gemmtune.textfile import hold
 
 TRAIN = """
 import torch
@@ -118,6 +120,56 @@ def test_time_spent_counts_over_all_runs(folder: Path) -> None:
     assert Stages(folder, JOB, 0, fresh=False).limit(9) == []
 
 
+@pytest.mark.parametrize(
+    "text", ["", "5", '{"spent_s": "x"}', '{"spent_s": {"sweep": []}}', '{"lost": 5}', "\0\0"]
+)
+def test_a_damaged_note_of_what_was_spent_is_passed_over(folder: Path, text: str) -> None:
+    (folder / "tune.json").write_text(text)
+    stages = Stages(folder, JOB, 0, fresh=False)
+    assert stages.spent() == 0 and len(stages.try_out()) == 3
+    replayed(folder, "slower", drop=(10**6,))  # of no row
+    rows = stages.try_out()
+    stages.drop((stages.judged(rows) or {})["drop"])
+    assert stages.try_out() == []
+
+
+@pytest.mark.parametrize("verdict", [[], "faster", {"kind": "slower"}, {"kind": [], "text": ""}])
+def test_a_damaged_verdict_is_none(folder: Path, verdict: object) -> None:
+    stages = Stages(folder, JOB, 0, fresh=False)
+    rows = stages.try_out()
+    replayed(folder, "faster")
+    found = json.loads((folder / "replay.json").read_text())
+    (folder / "replay.json").write_text(json.dumps({**found, "verdict": verdict}))
+    assert stages.judged(rows) is None
+
+
+def test_shapes_of_a_step_that_was_cut_off_are_captured_anew(folder: Path) -> None:
+    for steps, whole in ((0, False), (1, True)):
+        made = {"command": list(JOB), "steps": steps}
+        table.write(folder / "shapes.csv", [], Shape, made)
+        assert Stages(folder, JOB, 0, fresh=False).captured() == whole
+
+
+def test_a_budget_of_any_length_is_handed_on(folder: Path) -> None:
+    for hours in (0.001, 3000, 9999):
+        _, text = Stages(folder, JOB, 3600 * hours, fresh=False).limit(3600 * hours)
+        assert parse_duration(text) >= 2
+
+
+def test_a_folder_has_one_tuning_at_a_time_and_is_not_renamed_from_under_us(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hold(folder):
+        with pytest.raises(UsageError, match="another gemmtune is writing"), hold(folder):
+            pass
+        with pytest.raises(UsageError, match="another gemmtune is writing"):
+            Stages(folder, JOB, 0, fresh=True)
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="--fresh would rename"):
+        Stages(Path(), JOB, 0, fresh=True)
+    assert (folder / "shapes.csv").exists()
+
+
 def command(folder: Path, *words: str) -> subprocess.Popen[str]:
     modules = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, "CUDA_VISIBLE_DEVICES": ""}
@@ -157,6 +209,17 @@ def test_a_killed_tune_goes_on_and_then_only_tells_what_it_found(tmp_path: Path)
     assert told.returncode == 0, err
     assert "gemmtune capture" not in err and "gemmtune replay tune/trial.csv" not in err
     assert again.split("\n\n")[-1].split(" [")[0].split("(in")[0] in out
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_tuning_ends_the_stage_and_the_job(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('begun', flush=True); import time; time.sleep(300)")
+    ended = command(tmp_path)
+    assert ended.stdout is not None and ended.stdout.readline() == "begun\n"
+    ended.terminate()
+    _, err = ended.communicate(timeout=60)  # which waits for all that hold its output
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "interrupted in capture; the same command goes on there" in err
 
 
 def test_a_job_that_cannot_start_is_one_line(tmp_path: Path) -> None:

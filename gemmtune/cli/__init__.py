@@ -49,6 +49,10 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
+    def main(self, *args: Any, **more: Any) -> Any:
+        _open_streams()
+        return super().main(*args, **more)
+
     def invoke(self, ctx: click.Context) -> Any:
         # Exported by `gemmtune env` for the user's job, not for gemmtune's own processes.
         os.environ.pop("GEMMTUNE_JOB", None)
@@ -63,6 +67,24 @@ class LazyGroup(click.Group):
         except BrokenPipeError:
             sys.stderr.close()
             ctx.exit(0)
+        except OSError as e:  # a standard output on a full disk, as a rule
+            place = e.filename or "standard output"
+            click.echo(f"gemmtune: {place}: {e.strerror or e}", err=True)
+            ctx.exit(1)
+
+
+def _open_streams() -> None:
+    """Stand-ins for the standard streams that were closed when this process was started.
+
+    Without them the next files that are opened would be the standard streams of the jobs.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 @click.group(

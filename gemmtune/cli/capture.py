@@ -85,6 +85,7 @@ def capture(
         "threads": first["threads"],
         "torch": first["torch"],
         "step_us": captured.step_us,
+        "steps": min(len(record["step_s"]) for record in records),
     }
     if not captured.rows:
         click.echo(f"gemmtune: nothing recorded: {_nothing(first, warmup)}", err=True)

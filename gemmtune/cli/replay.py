@@ -134,6 +134,7 @@ def replay(
         )
     if output is not None:
         textfile.check_writable(output)  # better now than after the job
+        textfile.check_apart(path, output)
 
     from gemmtune.job import coverage
     from gemmtune.replay import analyse, logs, verdict
@@ -157,10 +158,6 @@ def replay(
     ]
     result = analyse.analyse(plan, ranks, rows)
     found = verdict.judge(result)
-    for line in verdict.lines(result, found):
-        click.echo(line)
-    if made.rows and job and not ranks:
-        note_elsewhere(job)
     if output is not None:
         values = {
             "verdict": found._asdict(),
@@ -169,6 +166,10 @@ def replay(
             **analyse.as_json(result),
         }
         textfile.write_text(output, json.dumps(values, indent=1) + "\n")
+    for line in verdict.lines(result, found):
+        click.echo(line)
+    if made.rows and job and not ranks:
+        note_elsewhere(job)
     if code:
         click.echo(f"gemmtune: the job ended with exit code {code}", err=True)
         # Once all is measured the job is ended from here, and how it goes is not its own doing.
@@ -210,12 +211,15 @@ def _logs(output: Path | None, about: dict[str, Any]) -> Iterator[Path]:
     from gemmtune.replay import logs
 
     if output is not None and (output.is_file() or not output.exists()):
-        made, kept = logs.prepare(output, about)
+        earlier = logs.folder(output)
+        with textfile.hold(earlier) if earlier.is_dir() else contextlib.nullcontext():
+            made, kept = logs.prepare(output, about)
         if kept is not None:
             click.echo(
                 f"gemmtune: the steps of a replay that was cut short are in {kept}", err=True
             )
-        yield made
+        with textfile.hold(made):
+            yield made
     else:
         with tempfile.TemporaryDirectory(prefix="gemmtune-replay-") as folder:
             yield Path(folder)

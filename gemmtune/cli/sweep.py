@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import signal
 import sys
@@ -30,6 +31,13 @@ def percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
     if not 0 <= number < 100:
         raise click.BadParameter(f"{value!r} is not a percentage such as 0.5%")
     return number / 100
+
+
+def a_number(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """A number within its range, which click takes nan to be."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is no number")
+    return value
 
 
 def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> float:
@@ -66,7 +74,8 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
 )
 @click.option(
     "--seconds-per-shape",
-    type=click.FloatRange(0.01),
+    type=click.FloatRange(0.01, 86400),
+    callback=a_number,
     default=3.0,
     show_default=True,
     help="Timing for each GEMM of 2 % of the GEMM time or more; the others get a third.",
@@ -86,11 +95,13 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     help="Only the N GEMMs that take the most time.",
 )
 @click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads.  [default: as captured in the job]"
+    "--threads",
+    type=click.IntRange(1, 1 << 16),
+    help="CPU threads.  [default: as captured in the job]",
 )
 @click.option(
     "--seed",
-    type=int,
+    type=click.IntRange(0, 2**32 - 1),
     default=0,
     show_default=True,
     help="Seed of the operands and of the random orders.",
@@ -132,9 +143,11 @@ def sweep(
     Every algorithm is checked against float64 before it is timed. Interrupt at any time: the same
     command goes on where it stopped.
     """
+    from gemmtune import textfile
     from gemmtune.sweep import plan, run
 
-    path = candidates or str(Path(output).with_name("candidates.csv"))
+    beside = Path() if textfile.is_special(output) else Path(output).parent
+    path = candidates or str(beside / "candidates.csv")
     if reanalyse:
         summary = run.reanalyse(path, output, min_gain)
     elif shapes is None:
@@ -161,13 +174,14 @@ def measure(
     shapes: str, backend: str, numerics: str, candidates: str, output: str, options: Options
 ) -> Summary:
     """Say how long it will take, then sweep, with a bar."""
-    from gemmtune import table
+    from gemmtune import table, textfile
     from gemmtune.backends import base
     from gemmtune.sweep import run
     from gemmtune.sweep.journal import path_beside
     from gemmtune.sweep.plan import make_plan
 
     samples = path_beside(candidates)
+    textfile.check_apart(shapes, candidates, output, samples)
     read = table.read(shapes, table.Shape)
     chosen = base.get(base.detect() if backend == "auto" else backend)
     chosen.numerics = numerics

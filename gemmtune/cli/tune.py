@@ -22,8 +22,11 @@ from gemmtune.cli.capture import JOB, OPTIMIZER
 from gemmtune.cli.run import BACKEND, check_job
 from gemmtune.cli.sweep import duration, say, seconds
 from gemmtune.errors import UsageError
+from gemmtune.job import launch
+from gemmtune.textfile import hold
 
 SWEEP_SHARE = 0.6  # of what a budget leaves after capture; the replay gets the rest
+KINDS = ("faster", "no difference", "slower", "unknown")
 LEAST_S = 2.0  # for a stage whose time is used up: it goes on with what it has
 
 
@@ -65,6 +68,7 @@ def tune(
     """
     check_job(job, "tune -- python train.py")
     stages = Stages(output, job, budget, fresh)
+    click.get_current_context().with_resource(hold(output))
     chosen = ["--optimizer", optimizer] if optimizer else []
     library = ["--backend", backend] if backend else []
     if not stages.captured():
@@ -94,8 +98,14 @@ class Stages:
 
     def __init__(self, folder: Path, job: Sequence[str], budget: float, fresh: bool) -> None:
         if fresh and folder.exists():
+            if folder.resolve() == Path().resolve() or not folder.name:
+                raise UsageError(f"--fresh would rename {folder}: name another folder with -o")
             old = next(p for i in range(1, 10**6) if not (p := _old(folder, i)).exists())
-            folder.rename(old)
+            with hold(folder):
+                try:
+                    folder.rename(old)
+                except OSError as e:
+                    raise UsageError(f"cannot rename {folder}: {e.strerror}") from None
             say(f"gemmtune: what was measured before is kept in {old}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,13 +131,14 @@ class Stages:
 
         if not (self.folder / "shapes.csv").exists():
             return False
-        made = read(self.path("shapes.csv"), Shape).provenance.get("command")
+        provenance = read(self.path("shapes.csv"), Shape).provenance
+        made = provenance.get("command")
         if made != list(self.job):
             raise UsageError(
                 f"{self.path('shapes.csv')} is of another job ({shlex.join(made or ['?'])}): name "
                 "another folder with -o, or add --fresh"
             )
-        return True
+        return provenance.get("steps") != 0  # 0: cut off in the first step that was recorded
 
     def try_out(self) -> list[tuple[Any, str]]:
         """Write trial.csv: what the sweep chose less what lost; its rows' Gemms and algorithms."""
@@ -147,6 +158,13 @@ class Stages:
             verdict: dict[str, Any] = found["verdict"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        if not (
+            isinstance(verdict, dict)
+            and verdict.get("kind") in KINDS
+            and isinstance(verdict.get("text"), str)
+            and isinstance(verdict.get("drop"), list)
+        ):
+            return None
         if tried != [(gemm._asdict(), config) for gemm, config in rows]:
             return None
         return None if verdict["kind"] == "unknown" else verdict
@@ -158,7 +176,8 @@ class Stages:
 
         text = read_text(self.folder / "trial.csv")
         found = [(n, row) for n, row in scan(text, Tuned) if isinstance(row, Tuned)]
-        lost = [[list(r.gemm), r.algo.config] for n, r in found if not lines or n in lines]
+        lost = [[list(row.gemm), row.algo.config] for _, row in found]
+        lost = [row for row, (n, _) in zip(lost, found, strict=True) if n in lines] or lost
         say(f"gemmtune: {len(lost)} of {len(found)} rows dropped: the step was slower with them")
         state = self._state()
         self._keep({**state, "lost": [*state.get("lost", []), *lost]})
@@ -192,11 +211,17 @@ class Stages:
         say(f"\n$ gemmtune {shlex.join(words)}")
         began = time.monotonic()
         try:
-            code = subprocess.call([sys.executable, "-m", "gemmtune", *words])
+            with launch.Signals() as signals:
+                child = subprocess.Popen([sys.executable, "-m", "gemmtune", *words])
+                signals.pass_on_to(child)
+                code = child.wait()
         finally:
             times = self._times()
             times[words[0]] = times.get(words[0], 0.0) + time.monotonic() - began
             self._keep({**self._state(), "spent_s": times})
+        if signals.came:
+            say(f"gemmtune: interrupted in {words[0]}; the same command goes on there")
+            click.get_current_context().exit(128 + signals.came)
         if code not in results:
             say(f"gemmtune: {words[0]} ended with exit code {code}; the same command goes on there")
             click.get_current_context().exit(code if code > 0 else 128 - code)
@@ -207,9 +232,13 @@ class Stages:
     def _state(self) -> dict[str, Any]:
         try:
             state = json.loads((self.folder / "tune.json").read_text())
-        except (OSError, ValueError):
+            times = {
+                str(stage): float(s) for stage, s in state.get("spent_s", {}).items() if s >= 0
+            }
+            lost = [[gemm, config] for gemm, config in state.get("lost", [])]
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError):
             return {}
-        return state if isinstance(state, dict) else {}
+        return {"spent_s": times, "lost": lost}
 
     def _keep(self, state: dict[str, Any]) -> None:
         from gemmtune.textfile import write_text

@@ -93,7 +93,7 @@ def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | 
     except OSError as e:
         raise JobError(f"cannot write to the folder {out}: {e.strerror}: name another") from None
     sys.stdout.flush()  # what was said so far comes before the job's own words
-    with _Signals() as signals:
+    with Signals() as signals:
         try:
             child = subprocess.Popen(words, env=env)
         except OSError as e:
@@ -103,21 +103,22 @@ def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | 
     return code if code >= 0 else 128 - code
 
 
-class _Signals:
+class Signals:
     """While a job runs: Ctrl-C is left to it, SIGTERM passed on, so that we outlive it.
 
     The terminal sends Ctrl-C to the job too. Only the main thread may set handlers; elsewhere
-    signals are the main thread's business.
+    signals are the main thread's business. `came` is the last signal's number, 0 where none came.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._asked = False
+        self.came = 0
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, lambda *_: None)
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
         return self
 
@@ -130,8 +131,11 @@ class _Signals:
         if self._asked:
             child.terminate()
 
-    def _terminate(self, *_: object) -> None:
-        self._asked = True
+    def _interrupt(self, number: int, _: object) -> None:
+        self.came = number
+
+    def _terminate(self, number: int, _: object) -> None:
+        self._asked, self.came = True, number
         if self._child is not None:
             self._child.terminate()
 

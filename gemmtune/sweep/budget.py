@@ -37,7 +37,7 @@ def allot(shares: Sequence[float], seconds: float, overhead_s: float) -> list[fl
 def parse_duration(text: str) -> float:
     """Seconds of a duration such as 90s, 10m or 1h30m. Raises ValueError for any other text."""
     match = re.fullmatch(
-        r"(?:([0-9]{1,4})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,7})s)?", text.strip().lower()
+        r"(?:([0-9]{1,4})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,9})s)?", text.strip().lower()
     )
     hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
     total = 3600 * hours + 60 * minutes + seconds

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import stat
 import time
@@ -33,6 +32,8 @@ from gemmtune.errors import TableError, UsageError
 from gemmtune.gemm import INT_FIELDS, KEY, Algo, Gemm
 from gemmtune.sweep.measure import Choice
 from gemmtune.sweep.search import CHECK, TIME, WHOLE, Answer, Ask, Task
+from gemmtune.table import LARGEST, provenance_faults
+from gemmtune.textfile import is_special
 
 SYNC_S = 0.5  # at most so much of what was measured is lost with the power
 KINDS = (CHECK, WHOLE, TIME)
@@ -64,8 +65,14 @@ class Held:
 
 
 def path_beside(candidates: PathLike) -> Path:
-    """Where the journal of a candidates table is: candidates.samples.jsonl."""
-    return Path(candidates).with_suffix(".samples.jsonl")
+    """Where the journal of a candidates table is: candidates.samples.jsonl.
+
+    Raises UsageError where the table is none that a file can stand beside.
+    """
+    path = Path(candidates)
+    if not path.name or path.name == ".." or is_special(path):
+        raise UsageError(f"cannot keep samples beside {path}: name a plain file for the candidates")
+    return path.with_suffix(".samples.jsonl")
 
 
 def set_aside(path: PathLike) -> Path:
@@ -201,6 +208,7 @@ def lock(path: PathLike, create: bool = False) -> int:
     sweep holds the lock.
     """
     flags = (os.O_RDWR | os.O_APPEND | os.O_CREAT) if create else os.O_RDONLY
+    flags |= os.O_NONBLOCK  # a pipe is refused below, and not waited for
     while True:
         try:
             fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
@@ -244,10 +252,10 @@ def _parse(data: bytes, name: str) -> Held:
         try:
             entry = json.loads(line.decode("utf-8"))
             if held is None:
-                held = Held(_of(entry["provenance"], dict), {})
+                held = Held(_provenance(entry["provenance"]), {})
             else:
                 _take(entry, held, begun)
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        except (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError):
             raise TableError(
                 f"{name}:{number}: not a line of a sweep's journal: mend it, or start anew with "
                 "--fresh (the old file is kept)"
@@ -261,7 +269,7 @@ def _parse(data: bytes, name: str) -> Held:
 def _take(entry: Any, held: Held, begun: list[Record]) -> None:
     """Add a line. Raises ValueError, KeyError, TypeError or IndexError where it is none."""
     if "provenance" in entry:
-        held.provenance = _of(entry["provenance"], dict)
+        held.provenance = _provenance(entry["provenance"])
         return
     if "session" in entry:
         held.pid = _of(entry["session"]["pid"], int)
@@ -294,6 +302,13 @@ def _take(entry: Any, held: Held, begun: list[Record]) -> None:
     record.answered.append((ask, Answer(0.0 if reason else _number(entry["us"]), reason)))
 
 
+def _provenance(said: Any) -> dict[str, Any]:
+    if wrong := provenance_faults(_of(said, dict)):
+        raise ValueError(wrong)
+    found: dict[str, Any] = said
+    return found
+
+
 def _task(said: Any) -> Task:
     gemm = {k: _of(said["gemm"][k], int if k in INT_FIELDS else str) for k in KEY}
     kinds = get_type_hints(Task)
@@ -312,6 +327,6 @@ def _of(value: Any, kind: type[Any]) -> Any:
 
 
 def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+    if type(value) not in (int, float) or not 0 <= value <= LARGEST:
         raise ValueError(value)
     return float(value)

@@ -75,10 +75,8 @@ def sweep(
     _refuse_gpu_shapes(shapes, backend, options)
     threads = thread_count(shapes.provenance, options)
     provenance = _provenance(shapes.provenance, backend, options, threads)
-    for path in (candidates_path, tuned_path):
-        textfile.check_writable(path)
+    path = _check_paths(candidates_path, tuned_path)
     plan = make_plan(shapes.rows, backend, options)
-    path = journal.path_beside(candidates_path)
     uuid = gpu_uuid(backend)
     notes = _shared(uuid)
     if not path.exists() and Path(candidates_path).is_file():
@@ -100,7 +98,7 @@ def reanalyse(candidates_path: PathLike, tuned_path: PathLike, min_gain: float) 
 
     Raises UsageError or TableError where there is no journal that can be read.
     """
-    path = journal.path_beside(candidates_path)
+    path = _check_paths(candidates_path, tuned_path)
     fd = journal.lock(path)
     try:
         held = journal.read(path)
@@ -123,6 +121,15 @@ def reanalyse(candidates_path: PathLike, tuned_path: PathLike, min_gain: float) 
         os.close(fd)
 
 
+def _check_paths(candidates_path: PathLike, tuned_path: PathLike) -> Path:
+    """The journal's path. Raises UsageError where there is no writing the tables."""
+    path = journal.path_beside(candidates_path)
+    textfile.check_apart(candidates_path, tuned_path, path)
+    for written in (candidates_path, tuned_path):
+        textfile.check_writable(written)
+    return path
+
+
 def write_tables(
     held: journal.Held,
     rows: Mapping[Gemm, Sequence[Candidate]],
@@ -134,7 +141,7 @@ def write_tables(
     made = {**held.provenance, "min_gain": min_gain}
     done = [(record, rows[gemm]) for gemm, record in held.records.items() if gemm in rows]
     machine_made = held.provenance.get("machine") or {}
-    dev_cap = int(machine_made.get("dev_cap", 0))
+    dev_cap = machine_made.get("dev_cap") or 0
     tuned = [row for record, block in done if (row := tuned_row(record, block, dev_cap))]
     table.write(candidates_path, [row for _, block in done for row in block], Candidate, made)
     table.write(tuned_path, tuned, Tuned, made)
@@ -188,8 +195,7 @@ class _Sweep:
             self._write()
             self._tell(todo, self._line(gemm), gemm=gemm)
         unswept = {gemm: self.plan.shares[gemm] for gemm in todo}
-        self.journal.sync()
-        made = self._write()
+        made = self._write(last=True)
         lines = [self._line(gemm) for gemm in self.plan.gemms if gemm in self.rows]
         beyond = {gemm: self.plan.shares[gemm] for gemm in self.plan.beyond}
         names = str(self.paths[0]), str(self.paths[1]), str(self.journal.path)
@@ -270,10 +276,14 @@ class _Sweep:
     def _line(self, gemm: Gemm) -> Line:
         return line_of(gemm, self.plan.calls[gemm], self.plan.shares[gemm], self.rows[gemm])
 
-    def _write(self) -> dict[str, Any]:
-        held = self.journal.held
+    def _write(self, last: bool = False) -> dict[str, Any]:
+        """Write the tables. Into a pipe or a device nothing can be written twice."""
         self.journal.sync()
-        return write_tables(held, self.rows, self.options.min_gain, *self.paths)
+        candidates, tuned = self.paths
+        if not last and textfile.is_special(tuned):
+            tuned = os.devnull
+        held = self.journal.held
+        return write_tables(held, self.rows, self.options.min_gain, candidates, tuned)
 
     def _tell(
         self,

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -174,7 +175,8 @@ class _Worker:
         args = (backend, gemm, seed, threads, lost, theirs, self._log)
         self._process: ForkServerProcess = context.Process(target=_work, args=args, daemon=True)
         try:
-            self._process.start()
+            with _undisturbed():
+                self._process.start()
         except BaseException:
             self._forget()
             raise
@@ -249,6 +251,18 @@ class _Worker:
             lines = []
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return how + (f": {last[:200]}" if last else "")
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C comes when this is done, and never to the processes that are started meanwhile: the
+    server of the workers would end with a traceback where it is still loading torch."""
+    resource_tracker.ensure_running()  # which unblocks the signal where it starts its own process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _log_file() -> str:
