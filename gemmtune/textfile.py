@@ -4,11 +4,13 @@ them, fsync, rename)."""
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from gemmtune.errors import TableError, UsageError
 
@@ -120,3 +122,16 @@ def _replace(target: Path, data: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def json_values(value: Any) -> Any:
+    """A value of named tuples, mappings and sequences as JSON has it; None for nan and inf."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return json_values(value._asdict())
+    if isinstance(value, Mapping):
+        return {k: json_values(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_values(v) for v in value]
+    return value

@@ -149,7 +149,7 @@ def test_out_of_memory_is_a_result_beside_the_other_arms_figures() -> None:
     outcomes = [ended(0, "b", NO_MEMORY, memory="GPU"), ok(0, "a", 5), ok(1, "a", 5)]
     result = compare.analyse(Plan(5), outcomes)
     found = compare.judge(result)
-    assert found == ("out of memory", "b ran out of memory at step 4 (GPU)")
+    assert found[:2] == ("out of memory", "b ran out of memory at step 4 (GPU)")
     assert compare.EXIT[found.kind] == 0
     said = list(compare.lines(result, found))
     assert any(re.fullmatch(r"step, ms +5\.00 +-", line) for line in said)

@@ -31,6 +31,7 @@ from gemmtune.replay.plan import (
     pairs_of,
 )
 from gemmtune.stats import Interval, bootstrap_interval, trimmed_mean
+from gemmtune.textfile import json_values
 
 # A true difference of z % is shown with a probability of 80 % once half the interval is so much
 # narrower than z: normal quantiles of 97.5 % and 80 %, (1.96 + 0.84) / 1.96.
@@ -322,19 +323,7 @@ def _row(
 
 def as_json(result: Result) -> dict[str, Any]:
     """JSON values of all of it, the raw block values included, so that it can be recomputed."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return {k: plain(v) for k, v in value._asdict().items()}
-        if isinstance(value, Mapping):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return value
-
-    values: dict[str, Any] = plain(result)
+    values: dict[str, Any] = json_values(result)
     for cells, timed in zip(values["blocks"], result.blocks, strict=True):
         cells["value_us"] = timed.value_us
         cells["tuned"] = timed.block.tuned

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gemmtune.replay.turns import ARMS, Plan, Run, schedule
+from gemmtune.replay.verdict import Verdict, percent
 from gemmtune.stats import Interval, ratio_interval, trimmed_mean
+from gemmtune.textfile import json_values
 
 EXIT = {"faster": 0, "no difference": 0, "out of memory": 0, "slower": 1, "unknown": 2}
 
@@ -85,13 +87,6 @@ class Result(NamedTuple):
     pairs: int
     effect: Interval
     notes: list[str]
-
-
-class Verdict(NamedTuple):
-    """`kind` is a key of EXIT."""
-
-    kind: str
-    text: str
 
 
 def remaining(plan: Plan, outcomes: Sequence[Outcome]) -> list[Run]:
@@ -178,13 +173,13 @@ def judge(result: Result) -> Verdict:
         found = Verdict("unknown", "nothing can be compared")
     elif effect.low > 1 or effect.high < 1:
         word = "faster" if effect.ratio > 1 else "slower"
-        low, centre, high = sorted(abs(_percent(x)) for x in effect)
+        low, centre, high = sorted(abs(percent(x)) for x in effect)
         found = Verdict(word, f"b is {word} by {centre:.1f} % [{low:.1f}, {high:.1f}]")
     else:
         found = Verdict(
             "no difference",
-            f"no difference shown: b is faster by {_percent(effect.ratio):+.1f} % "
-            f"[{_percent(effect.low):+.1f}, {_percent(effect.high):+.1f}]; "
+            f"no difference shown: b is faster by {percent(effect.ratio):+.1f} % "
+            f"[{percent(effect.low):+.1f}, {percent(effect.high):+.1f}]; "
             f"with more --runs a smaller one would show",
         )
     said = [f"{arm.name} {_how(arm.ended)}" for arm in result.arms if arm.ended]
@@ -194,10 +189,6 @@ def judge(result: Result) -> Verdict:
         few = f"{result.pairs} whole pair{'' if result.pairs == 1 else 's'}, 2 are needed"
         return Verdict("unknown", f"{found.text}: {'; '.join(said) or few}")
     return found
-
-
-def _percent(ratio: float) -> float:
-    return 100 * (ratio - 1)
 
 
 def _how(outcome: Outcome) -> str:
@@ -266,20 +257,8 @@ def _gib(size: int) -> float | None:
 
 def as_json(result: Result, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """JSON values of all of it, the raw step times included, so that it can be recomputed."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, float):
-            return value if math.isfinite(value) else None
-        if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            return plain(value._asdict())
-        if isinstance(value, Mapping):
-            return {k: plain(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return value
-
-    values: dict[str, Any] = plain(result)
+    values: dict[str, Any] = json_values(result)
     values["processes"] = [
-        {**plain(o), "step_us": o.step_us if o.status == OK else None} for o in outcomes
+        {**json_values(o), "step_us": o.step_us if o.status == OK else None} for o in outcomes
     ]
     return values
