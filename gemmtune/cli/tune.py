@@ -46,6 +46,13 @@ LEAST_S = 2.0  # for a stage whose time is used up: it goes on with what it has
     metavar="TIME",
     help="For all of it: 90s, 10m, 1h30m. Time of an interrupted run counts.",
 )
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Optimizer steps to capture; several where lengths vary from step to step.",
+)
 @click.option("--optimizer", metavar="CLASS", help=OPTIMIZER)
 @BACKEND
 @click.option("--fresh", is_flag=True, help="Start over; what was measured is kept in *.old.")
@@ -53,6 +60,7 @@ def tune(
     job: tuple[str, ...],
     output: Path,
     budget: float,
+    steps: int,
     optimizer: str | None,
     backend: str | None,
     fresh: bool,
@@ -72,7 +80,8 @@ def tune(
     chosen = ["--optimizer", optimizer] if optimizer else []
     library = ["--backend", backend] if backend else []
     if not stages.captured():
-        stages.run("capture", "--stop", *chosen, "-o", stages.path("shapes.csv"), "--", *job)
+        words = ["--stop", "--steps", str(steps), *chosen, "-o", stages.path("shapes.csv")]
+        stages.run("capture", *words, "--", *job)
     left = stages.limit((budget - stages.spent("capture")) * SWEEP_SHARE)
     shapes, swept = stages.path("shapes.csv"), stages.path("swept.csv")
     stages.run("sweep", shapes, "-o", swept, *left, *library)
