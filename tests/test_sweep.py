@@ -457,10 +457,13 @@ def test_a_pipe_gets_the_tuned_table_once(tmp_path):
 def test_standard_streams_that_are_closed_or_full_cost_no_table(tmp_path):
     sweep(tmp_path, scripted.gemm(32))
     words = [sys.executable, "-m", "gemmtune", "sweep", "--reanalyse"]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     for tail, code in ((">&-", 0), (">&- 2>&- <&-", 0), (">/dev/full", 1)):
         (tmp_path / "tuned.csv").unlink()
         line = ["sh", "-c", f'exec "$@" {tail}', "sh", *words]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
         assert (tmp_path / "tuned.csv").exists()

@@ -48,7 +48,7 @@ def complain(what: str, error: Exception) -> None:
     """One line on stderr about something of ours that failed inside the job, which goes on."""
     text = " ".join(str(error).split())
     line = f"gemmtune: {what}: {type(error).__name__}: {text}: the job goes on as it is"
-    print(line, file=sys.stderr, flush=True)
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: other ranks write too
 
 
 _failed: set[str] = set()

@@ -278,7 +278,8 @@ def run_rank(options: Options, rank: Rank) -> int:
                 _write(Path(options.json), figures)
     except GemmtuneError as e:
         if rank.rank == 0 or isinstance(e, JobError):
-            print(f"gemmtune.llama: {e}", file=sys.stderr)
+            # In one piece, with its end of line, as other ranks write there too.
+            print(f"gemmtune.llama: {e}\n", end="", file=sys.stderr)
         return e.exit_code
     return 0
 
