@@ -70,6 +70,8 @@ class LazyGroup(click.Group):
         except OSError as e:  # a standard output on a full disk, as a rule
             place = e.filename or "standard output"
             click.echo(f"gemmtune: {place}: {e.strerror or e}", err=True)
+            # What is still in its buffer would fail again as Python ends, and change the exit code.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             ctx.exit(1)
 
 
