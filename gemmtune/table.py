@@ -251,13 +251,7 @@ def read(path: str | os.PathLike[str], cls: type[Row]) -> Table[Row]:
 
     Raises UsageError where there is no such file, TableError with file, line, column and value.
     """
-    data = textfile.read_bytes(path)
-    if cls is Candidate and (tail := data[data.rfind(b"\n") + 1 :]):
-        try:
-            tail.decode("utf-8")
-        except UnicodeDecodeError:  # an append that was cut inside a character
-            data = data[: -len(tail)]
-    return parse(textfile.decode(data, str(path)), cls, name=str(path))
+    return parse(textfile.read_text(path), cls, name=str(path))
 
 
 def split_lines(text: str) -> list[str]:
