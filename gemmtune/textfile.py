@@ -104,6 +104,21 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise UsageError(f"cannot write {path}: {e.strerror}") from None
 
 
+def set_aside(path: str | os.PathLike[str]) -> Path:
+    """Rename a file or folder to NAME.old, .old2 and so on, so that what was measured is not lost.
+
+    Its new path. Raises UsageError where it cannot be renamed.
+    """
+    number = 1
+    while (aside := Path(f"{path}.old{number if number > 1 else ''}")).exists():
+        number += 1
+    try:
+        os.rename(path, aside)
+    except OSError as e:
+        raise UsageError(f"cannot rename {path}: {e.strerror}") from None
+    return aside
+
+
 def is_special(path: str | os.PathLike[str]) -> bool:
     """Whether it is no plain file: a device, a pipe (a folder too, which no write gets into)."""
     return os.path.exists(path) and not os.path.isfile(path)

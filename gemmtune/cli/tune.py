@@ -23,7 +23,7 @@ from gemmtune.cli.run import BACKEND, check_job
 from gemmtune.cli.sweep import duration, say, seconds
 from gemmtune.errors import UsageError
 from gemmtune.job import launch
-from gemmtune.textfile import hold
+from gemmtune.textfile import hold, set_aside
 
 SWEEP_SHARE = 0.6  # of what a budget leaves after capture; the replay gets the rest
 KINDS = ("faster", "no difference", "slower", "unknown")
@@ -109,12 +109,8 @@ class Stages:
         if fresh and folder.exists():
             if folder.resolve() == Path().resolve() or not folder.name:
                 raise UsageError(f"--fresh would rename {folder}: name another folder with -o")
-            old = next(p for i in range(1, 10**6) if not (p := _old(folder, i)).exists())
             with hold(folder):
-                try:
-                    folder.rename(old)
-                except OSError as e:
-                    raise UsageError(f"cannot rename {folder}: {e.strerror}") from None
+                old = set_aside(folder)
             say(f"gemmtune: what was measured before is kept in {old}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -253,7 +249,3 @@ class Stages:
         from gemmtune.textfile import write_text
 
         write_text(self.folder / "tune.json", json.dumps(state, indent=1) + "\n")
-
-
-def _old(folder: Path, number: int) -> Path:
-    return folder.with_name(f"{folder.name}.old{number if number > 1 else ''}")

@@ -27,13 +27,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from gemmtune import __version__
+from gemmtune import __version__, textfile
 from gemmtune.errors import TableError, UsageError
 from gemmtune.gemm import INT_FIELDS, KEY, Algo, Gemm
 from gemmtune.sweep.measure import Choice
 from gemmtune.sweep.search import CHECK, TIME, WHOLE, Answer, Ask, Task
 from gemmtune.table import LARGEST, provenance_faults
-from gemmtune.textfile import is_special
 
 SYNC_S = 0.5  # at most so much of what was measured is lost with the power
 KINDS = (CHECK, WHOLE, TIME)
@@ -70,21 +69,9 @@ def path_beside(candidates: PathLike) -> Path:
     Raises UsageError where the table is none that a file can stand beside.
     """
     path = Path(candidates)
-    if not path.name or path.name == ".." or is_special(path):
+    if not path.name or path.name == ".." or textfile.is_special(path):
         raise UsageError(f"cannot keep samples beside {path}: name a plain file for the candidates")
     return path.with_suffix(".samples.jsonl")
-
-
-def set_aside(path: PathLike) -> Path:
-    """Rename a file to a name that is free, so that what was measured is not lost."""
-    number = 1
-    while (aside := Path(f"{path}.old{number if number > 1 else ''}")).exists():
-        number += 1
-    try:
-        os.rename(path, aside)
-    except OSError as e:
-        raise UsageError(f"cannot rename {path}: {e.strerror}") from None
-    return aside
 
 
 def read(path: PathLike) -> Held:
@@ -112,7 +99,7 @@ class Journal:
         self._fd = lock(self.path, create=True)
         try:
             if fresh and os.fstat(self._fd).st_size:
-                self.aside = set_aside(self.path)
+                self.aside = textfile.set_aside(self.path)
                 os.close(self._fd)
                 self._fd = lock(self.path, create=True)
             data = self.path.read_bytes()

@@ -80,7 +80,7 @@ def sweep(
     uuid = gpu_uuid(backend)
     notes = _shared(uuid)
     if not path.exists() and Path(candidates_path).is_file():
-        kept = journal.set_aside(candidates_path)
+        kept = textfile.set_aside(candidates_path)
         notes.append(f"{candidates_path} has no journal of its samples: kept as {kept}")
     with Journal(path, options.fresh) as kept_journal, _keeping(path):
         if kept_journal.aside:
