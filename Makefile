@@ -11,6 +11,7 @@ help:
 	@echo "make demo    capture, sweep and replay a tiny Llama on 2 FSDP ranks (under 5 minutes)"
 	@echo "make test    run the tests"
 	@echo "make check   lint, types and tests"
+	@echo "make interposer  build the library that jobs on a GPU start with"
 	@echo "make bench   run the benchmarks, tables into results/"
 	@echo "make venv    set up .venv alone"
 	@echo "make clean   remove .venv, demo/ and caches"
@@ -31,6 +32,9 @@ lint: venv
 
 check: lint test
 
+interposer: venv
+	@$(IN_VENV) python -c "from gemmtune.interposer import build; print(build.library())"
+
 bench: venv
 	@$(IN_VENV) python bench/run.py
 
@@ -38,4 +42,4 @@ clean:
 	rm -rf .venv build demo *.egg-info .*_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help venv demo test lint check bench clean
+.PHONY: help venv demo test lint check interposer bench clean

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from gemmtune import machine
@@ -23,6 +24,9 @@ BACKENDS = {
 }
 # Backends of a vendor's GPUs, the preferred one first.
 PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}
+
+# What makes the library to be preloaded into jobs, for backends whose calls are caught by one.
+PRELOADS = {"cublaslt": "gemmtune.interposer.build:library"}
 
 
 class Operands(NamedTuple):
@@ -91,6 +95,15 @@ def get(name: str) -> Backend:
         raise UsageError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}") from None
     backend: Backend = getattr(importlib.import_module(module), cls)()
     return backend
+
+
+def preload(name: str) -> Path | None:
+    """The library that a job of this backend is to start with, if any. Raises BackendError."""
+    if name not in PRELOADS:
+        return None
+    module, function = PRELOADS[name].split(":")
+    path: Path = getattr(importlib.import_module(module), function)()
+    return path
 
 
 def detect(found: Sequence[machine.Gpu] | None = None) -> str:

@@ -226,6 +226,15 @@ class Lt:
             total_us += us
         return total_us / launches
 
+    def unpack(self, words: bytes) -> Algo:
+        """The algorithm in the library's own structure, as a call is given it; its rank unknown.
+
+        Needs no device. Raises BackendError where the library cannot read it.
+        """
+        library = self._loaded()
+        config = library.settings(library.algo_type.from_buffer_copy(words))
+        return Algo(config["id"], 0, spell(config))
+
     def _loaded(self) -> Library:
         if self._library is None:
             self._library = Library(self.vendor, self._open())

@@ -163,6 +163,11 @@ class Library:
         self.call(f"{of}GetAttribute", *args)
         return list(buffer)
 
+    def settings(self, algo: Any) -> Config:
+        """An algorithm's settings, read from its structure. Needs no device."""
+        of = "MatmulAlgoConfig"
+        return {name: self.get(of, byref(algo), at) for name, at in self.vendor.config.items()}
+
     def create(self, of: str, *args: Any) -> Owned:
         """A handle, a description, a layout or a preference."""
         made = c_void_p()
@@ -267,9 +272,7 @@ class Problem:
 
     def settings(self, algo: Any) -> Config:
         """An algorithm's settings, read from its structure."""
-        config = self.library.vendor.config
-        of = "MatmulAlgoConfig"
-        return {name: self.library.get(of, byref(algo), at) for name, at in config.items()}
+        return self.library.settings(algo)
 
     def ids(self) -> list[int]:
         """The algorithm numbers that the library has for these types."""

@@ -201,7 +201,8 @@ def _run(
     if not made.rows:
         return about, 0, []
     with _logs(output, about) as folder:
-        code = launch.run(job, ENTRY, {**options, "backend": backend}, folder)
+        preload = base.preload(backend)
+        code = launch.run(job, ENTRY, {**options, "backend": backend}, folder, preload)
         return about, code, arms.read_steps(folder)
 
 

@@ -69,6 +69,14 @@ def _options(path: Path, backend: str | None, strict: bool, quiet: bool) -> dict
     return {"table": str(path.absolute()), "backend": backend, "strict": strict, "quiet": quiet}
 
 
+def _preload(rows: Table[Tuned], backend: str | None) -> Path | None:
+    """The library that jobs with this table are to start with."""
+    from gemmtune.backends import base
+    from gemmtune.job import apply
+
+    return base.preload(apply.backend_of(rows, backend))
+
+
 STRICT = click.option(
     "--strict", is_flag=True, help="End the job with 3 where the table was made elsewhere."
 )
@@ -109,7 +117,8 @@ def run(
         click.echo(f"gemmtune: {ALGO_LOAD}={variables[ALGO_LOAD]}", err=True)
         os.execvpe(words[0], words, env)
     with tempfile.TemporaryDirectory(prefix="gemmtune-run-") as out:
-        code = launch.run(job, ENTRY, _options(path, backend, strict, quiet=True), out)
+        options = _options(path, backend, strict, quiet=True)
+        code = launch.run(job, ENTRY, options, out, _preload(rows, backend))
         try:
             records = launch.read_ranks(out)
         except JobError:
@@ -143,7 +152,8 @@ def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
         variables, unset = te_variables(path)
     else:
         options = _options(path, backend, strict, quiet=False)
-        variables = launch.environment(ENTRY, options, path.absolute().parent)
+        preload = _preload(rows, backend)
+        variables = launch.environment(ENTRY, options, path.absolute().parent, preload=preload)
     for name in unset:
         click.echo(f"unset {name}")
     for name, value in variables.items():

@@ -28,10 +28,12 @@ def environment(
     options: Mapping[str, Any],
     out: str | Path,
     base: Mapping[str, str] = os.environ,
+    preload: Path | None = None,
 ) -> dict[str, str]:
     """The variables that make every Python process of a job call `entry` once it imported torch.
 
-    They are to be set on top of `base`, whose PYTHONPATH is kept.
+    They are to be set on top of `base`, whose PYTHONPATH and LD_PRELOAD are kept. `preload` is a
+    library that every process starts with, before those of the base.
     `entry` is "module:function", called as function(options, out); `options` must be JSON values.
     """
     job = {
@@ -41,7 +43,10 @@ def environment(
         "package": str(Path(gemmtune.__file__).absolute()),
     }
     path = os.pathsep.join(filter(None, (str(BOOTSTRAP), base.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "GEMMTUNE_JOB": json.dumps(job)}
+    found = {"PYTHONPATH": path, "GEMMTUNE_JOB": json.dumps(job)}
+    if preload is not None:
+        found["LD_PRELOAD"] = ":".join(filter(None, (str(preload), base.get("LD_PRELOAD"))))
+    return found
 
 
 def command(argv: Sequence[str]) -> list[str]:
@@ -76,7 +81,13 @@ def elsewhere(argv: Sequence[str]) -> str | None:
     )
 
 
-def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | Path) -> int:
+def run(
+    argv: Sequence[str],
+    entry: str,
+    options: Mapping[str, Any],
+    out: str | Path,
+    preload: Path | None = None,
+) -> int:
     """Run the job to its end; its input, output and arguments are its own.
 
     Makes the folder `out`, and takes away what an earlier job left there. Returns the job's exit
@@ -85,7 +96,7 @@ def run(argv: Sequence[str], entry: str, options: Mapping[str, Any], out: str | 
     such program, JobError where it cannot be started.
     """
     words = command(argv)
-    env = {**os.environ, **environment(entry, options, out)}
+    env = {**os.environ, **environment(entry, options, out, preload=preload)}
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         for old in Path(out).glob(FILES):

@@ -1,0 +1,86 @@
+"""Builds the interposer with the C compiler found, once for each version of its source.
+
+Reads the C files of this folder; writes the library into the user's cache folder. Any number of
+processes may build at once. Needs no vendor's headers, and so no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import platformdirs
+
+from gemmtune.errors import BackendError
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
+WARNINGS = ("-Wall", "-Wextra", "-Werror")  # for the tests: a user's compiler may know more of them
+COMPILERS = ("cc", "gcc", "clang")
+NAME = "libgemmtune.so"
+
+
+def compiler() -> list[str]:
+    """The C compiler's words: $CC, else the first found. Raises BackendError where there is none."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for words in [named] if named else [[name] for name in COMPILERS]:
+        if shutil.which(words[0]):
+            return words
+    raise BackendError(
+        f"no C compiler for the interposer ({' '.join(named) or ', '.join(COMPILERS)}): install "
+        "one, as in: apt install gcc"
+    )
+
+
+def library() -> Path:
+    """The interposer's path, built first where it is not yet in the cache.
+
+    Raises BackendError: no compiler, a source that it refuses, a cache that cannot be written or
+    whose path LD_PRELOAD cannot hold.
+    """
+    folder = Path(platformdirs.user_cache_dir("gemmtune")) / "interposer" / _digest()
+    if any(c in str(folder) for c in " :"):
+        raise BackendError(
+            f"LD_PRELOAD cannot hold the path {folder}, for its blanks or colons: set "
+            "XDG_CACHE_HOME to another folder"
+        )
+    made = folder / NAME
+    if not made.exists():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                fresh = Path(scratch) / NAME
+                compile_to(fresh)
+                os.replace(fresh, made)
+        except OSError as e:
+            raise BackendError(
+                f"cannot write to the cache {folder}: {e.strerror}: set XDG_CACHE_HOME to another "
+                "folder"
+            ) from None
+    return made
+
+
+def compile_to(out: Path, flags: Sequence[str] = ()) -> None:
+    """Compile the library to `out`, with these flags besides. Raises BackendError."""
+    sources = sorted(SOURCES.glob("*.c"))
+    words = [*compiler(), *FLAGS, *flags, *map(str, sources), "-o", str(out), "-ldl"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or [
+            "no reason given"
+        ]
+        raise BackendError(f"{words[0]} cannot build the interposer: {lines[0]}")
+
+
+def _digest() -> str:
+    found = hashlib.sha256(" ".join((*FLAGS, platform.machine(), *platform.libc_ver())).encode())
+    for path in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]

@@ -1,0 +1,240 @@
+"""The interposer as Python in the job sees it: what it counted and timed, what it is to launch.
+
+Calls the library that LD_PRELOAD put into this process. The C structures are those of gemmtune.h;
+here alone they are translated to Gemm and Algo and back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import c_int32, c_int64, c_size_t, c_uint32, c_uint64
+from typing import Any, ClassVar, NamedTuple
+
+from gemmtune.backends import lt
+from gemmtune.backends.cublaslt import CublasLt
+from gemmtune.backends.lt_api import Vendor
+from gemmtune.errors import BackendError
+from gemmtune.gemm import Algo, Gemm
+from gemmtune.job.apply import Launches
+
+APIS = ("lt", "gemmex", "gemmstridedbatchedex")
+MODE_ON, MODE_TIME = 1, 2
+REASONS = (
+    "",
+    "the library would not tell an attribute of the call",
+    "calls that no table can spell",
+    "more GEMMs than can be kept",
+    "the algorithm needs more workspace than the call has",
+    "the library refused the algorithm",
+    "no event to time with",
+)
+FALLBACKS = (1, 3, 4, 5)  # of REASONS: the call might have been launched otherwise
+ROOM = 1024  # rows drained at a time
+
+_SIZES = ("m", "n", "k")
+_LENGTHS = ("lda", "ldb", "ldd", "stride_a", "stride_b", "stride_d")
+_NAMED = ("trans_a", "trans_b", "type_a", "type_b", "type_d", "bias_type", "epi", "comp", "scale")
+_NUMBERS = ("beta", "batch", "fast_accum", "scale_mode", "align")
+_SETTINGS = 9
+_NO_BIAS = -1
+
+
+class Key(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, c_uint64) for name in _SIZES),
+        *((name, c_int64) for name in _LENGTHS),
+        ("ws_bytes", c_uint64),
+        *((name, c_int32) for name in (*_NAMED, *_NUMBERS, "api", "unused")),
+    ]
+
+
+class Row(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("key", Key),
+        ("settings", c_uint32 * _SETTINGS),
+        ("unused", c_uint32),
+    ]
+
+
+def launch_type(algo_words: int) -> Any:
+    """The C structure Launch, for a vendor whose algorithms have so many 64-bit words."""
+    fields = [
+        ("key", Key),
+        ("algo", c_uint64 * algo_words),
+        *((name, c_uint64) for name in ("applied", "calls", "timed", "time_ns")),
+    ]
+    return type("Launch", (ctypes.Structure,), {"_fields_": fields})
+
+
+class Record(NamedTuple):
+    """Calls of one Gemm by one algorithm since the last look.
+
+    `applied`: the algorithm was chosen; else it is what the job itself gave, None where it gave
+    none. `time_us` is the sum over the `timed` of the calls, which may be others than those
+    counted now: they are timed when they have completed.
+    """
+
+    gemm: Gemm
+    algo: Algo | None
+    applied: bool
+    calls: int
+    timed: int
+    time_us: float
+
+
+class Translation:
+    """Between a vendor's numbers and the names in a Gemm."""
+
+    def __init__(self, vendor: Vendor) -> None:
+        types = {"float64": vendor.types.get("float64", 1), **vendor.types}
+        numbers: dict[str, dict[str, int]] = {name: types for name in _NAMED if "type" in name}
+        numbers["bias_type"] = {"-": _NO_BIAS, **types}
+        numbers["scale"] = types
+        numbers["trans_a"] = numbers["trans_b"] = dict(vendor.ops)
+        numbers["epi"] = dict(vendor.epilogues)
+        numbers["comp"] = dict(vendor.compute)
+        self._numbers = numbers
+        self._names = {f: {v: k for k, v in known.items()} for f, known in numbers.items()}
+
+    def key(self, gemm: Gemm) -> Key | None:
+        """None where the Gemm is none of the interposer's: another API, or names without number."""
+        values = gemm._asdict()
+        try:
+            values |= {name: self._numbers[name][values[name]] for name in _NAMED}
+            values["api"] = APIS.index(gemm.api)
+        except (KeyError, ValueError):
+            return None
+        return Key(**values)
+
+    def gemm(self, key: Key) -> Gemm | None:
+        """None where a table has no name for one of the call's numbers."""
+        values = {name: int(getattr(key, name)) for name in Gemm._fields}
+        try:
+            names = {name: self._names[name][values[name]] for name in _NAMED}
+        except KeyError:
+            return None
+        return Gemm(**{**values, **names, "api": APIS[key.api]})  # type: ignore[arg-type]
+
+
+class Interposer:
+    """The interposer in this process. Raises BackendError where it was not preloaded."""
+
+    def __init__(self, backend: lt.Lt) -> None:
+        loaded = ctypes.CDLL(None)
+        try:
+            self._mode = loaded.gemmtune_mode
+            self._choose = loaded.gemmtune_choose
+            self._drain = loaded.gemmtune_drain
+            self._faults = loaded.gemmtune_faults
+        except AttributeError:
+            raise BackendError(
+                "the interposer is not in this process: something took it out of LD_PRELOAD"
+            ) from None
+        self._mode.argtypes, self._mode.restype = (c_uint32,), None
+        self._choose.argtypes = (ctypes.c_void_p, c_size_t)
+        self._drain.argtypes, self._drain.restype = (ctypes.c_void_p, c_size_t), c_size_t
+        self._faults.argtypes, self._faults.restype = (ctypes.c_void_p, c_size_t), c_size_t
+        self._backend, self._vendor = backend, backend.vendor
+        self._translation = Translation(self._vendor)
+        self._launches = (launch_type(self._vendor.algo_words) * ROOM)()
+        self._spelled: dict[bytes, Gemm | None] = {}
+        self._unpacked: dict[bytes, Algo | None] = {}
+        self._chosen: dict[tuple[Gemm, tuple[int, ...]], Algo] = {}
+        self.unspelled = 0  # calls drained that a Gemm has no name for
+
+    def mode(self, on: bool, timed: bool = False) -> None:
+        self._mode((MODE_ON | (MODE_TIME if timed else 0)) if on else 0)
+
+    def choose(self, choices: Mapping[Gemm, Algo]) -> None:
+        """These choices replace all earlier ones. Those for other APIs' calls are passed over."""
+        rows = []
+        for gemm, algo in choices.items():
+            key = self._translation.key(gemm)
+            if key is None:
+                continue
+            settings = self._settings(algo)
+            self._chosen[gemm, settings] = algo
+            rows.append(Row(key, (c_uint32 * _SETTINGS)(*settings)))
+        if self._choose((Row * len(rows))(*rows), len(rows)):
+            raise BackendError("no memory for the table in the job")
+
+    def _settings(self, algo: Algo) -> tuple[int, ...]:
+        """An algorithm's settings by their attributes' numbers. Raises BackendError."""
+        numbers = [0] * _SETTINGS
+        known, config = self._vendor.config, lt.parse(algo.config)
+        if set(known) != set(config):
+            raise BackendError(f"not an algorithm of {self._vendor.title}: {algo.config}")
+        for name, attribute in known.items():
+            numbers[attribute.number] = config[name]
+        return tuple(numbers)
+
+    def drain(self) -> list[Record]:
+        """What was launched, and what was timed, since the last drain."""
+        records = []
+        while True:
+            count = self._drain(self._launches, ROOM)
+            records += [self._record(launch) for launch in self._launches[:count]]
+            if count < ROOM:
+                return [record for record in records if record is not None]
+
+    def _record(self, launch: Any) -> Record | None:
+        at = bytes(launch.key)
+        if at not in self._spelled:
+            self._spelled[at] = self._translation.gemm(launch.key)
+        gemm = self._spelled[at]
+        if gemm is None:
+            self.unspelled += launch.calls
+            return None
+        words = bytes(launch.algo)
+        if launch.applied:
+            settings = tuple((c_uint32 * _SETTINGS).from_buffer_copy(words))
+            algo: Algo | None = self._chosen[gemm, settings]
+        else:
+            if words not in self._unpacked:
+                self._unpacked[words] = self._backend.unpack(words) if any(words) else None
+            algo = self._unpacked[words]
+        times = launch.timed, launch.time_ns / 1e3
+        return Record(gemm, algo, bool(launch.applied), launch.calls, *times)
+
+    def faults(self) -> list[int]:
+        """Calls since the start by place in REASONS."""
+        counts = (c_uint64 * len(REASONS))()
+        if self._faults(counts, len(REASONS)) != len(REASONS):
+            raise BackendError("the interposer in this process is of another version of gemmtune")
+        return list(counts)
+
+
+class InterposerApplier:
+    """The applier of backends whose library's calls are caught."""
+
+    backend: ClassVar[type[lt.Lt]] = CublasLt
+
+    def __init__(self, timed: bool = False) -> None:
+        self._interposer = Interposer(self.backend())
+        self._interposer.faults()
+        self._interposer.mode(True, timed)
+
+    def choose(self, choices: Mapping[Gemm, Algo]) -> None:
+        self._interposer.choose(choices)
+
+    def drain(self) -> dict[tuple[Gemm, Algo | None], Launches]:
+        """Times are those of the calls that completed, scaled to all."""
+        found: dict[tuple[Gemm, Algo | None], tuple[int, int, float]] = {}
+        for r in self._interposer.drain():
+            at = r.gemm, r.algo if r.applied else None
+            calls, timed, time_us = found.get(at, (0, 0, 0.0))
+            found[at] = calls + r.calls, timed + r.timed, time_us + r.time_us
+        return {
+            at: Launches(calls, time_us / timed * calls if timed else 0.0)
+            for at, (calls, timed, time_us) in found.items()
+            if calls
+        }
+
+    def fallbacks(self) -> dict[str, int]:
+        counts = self._interposer.faults()
+        return {REASONS[i]: counts[i] for i in FALLBACKS if counts[i]}
+
+    def close(self) -> None:
+        self._interposer.mode(False)
+        self._interposer.choose({})

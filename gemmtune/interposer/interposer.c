@@ -1,0 +1,144 @@
+/* The job's GEMM calls on their way to the library, and what Python asks for.
+ *
+ * Each call's Key is made afresh from its descriptors (lt.c, blas.c): their addresses recur with other
+ * contents. Whatever goes wrong in here, the call goes through as the job made it, and is counted by reason. */
+#include <pthread.h>
+
+#include "calls.h"
+
+static atomic_uint mode_;
+static _Atomic uint64_t faults[REASONS];
+_Thread_local int inside;
+static _Atomic(void *) algo_init, algo_set, algo_check;
+
+void fault(Reason reason) { atomic_fetch_add_explicit(&faults[reason], 1, memory_order_relaxed); }
+
+int watched(void) { return !inside && atomic_load_explicit(&mode_, memory_order_relaxed); }
+
+/* Launches `algo`, where it is not NULL, else what the job asked for; counts it as `count`. */
+static int launch(const Call *call, Cell *cell, const uint64_t *words, Algo *count)
+{
+    int timed = atomic_load_explicit(&mode_, memory_order_relaxed) & MODE_TIME;
+    Timing *timing = timed && count ? timing_begin(call->stream) : NULL;
+    int status = call->go(call, cell, words);
+    if (status != STATUS_SUCCESS) {
+        timing_drop(timing);
+        return status;
+    }
+    timing_end(timing, count, call->stream);
+    if (count) atomic_fetch_add_explicit(&count->calls, 1, memory_order_relaxed);
+    return status;
+}
+
+/* Makes a choice into the library's structure and has it checked; FINE, or why not. */
+static Reason make(Algo *choice, const Call *call, Cell *cell)
+{
+    LtAlgoInit *init = LT_FUNCTION(LtAlgoInit, algo_init, MatmulAlgoInit);
+    LtAlgoSet *set = LT_FUNCTION(LtAlgoSet, algo_set, MatmulAlgoConfigSetAttribute);
+    LtAlgoCheck *check = LT_FUNCTION(LtAlgoCheck, algo_check, MatmulAlgoCheck);
+    const Key *g = &cell->key;
+    const Plan *p = call->plan(call, cell);
+    uint32_t settings[SETTINGS];
+    LtResult result = {0};
+    memcpy(settings, choice->words, sizeof settings);
+    if (!init || !set || !check || !p) return REFUSED;
+    if (init(call->handle, g->comp, g->scale, g->type_a, g->type_b, g->type_d, g->type_d,
+             (int)settings[SETTING_ID], choice->made))
+        return REFUSED;
+    for (int i = 0; i < SETTINGS; i++) {
+        uint16_t small = (uint16_t)settings[i];
+        int is_small = i >= FIRST_SHORT_SETTING;
+        if (i != SETTING_ID && set(choice->made, i, is_small ? (void *)&small : &settings[i],
+                                   is_small ? sizeof small : sizeof settings[i]))
+            return REFUSED;
+    }
+    if (check(call->handle, p->desc, p->a, p->b, p->c, p->d, choice->made, &result) || result.state)
+        return REFUSED;
+    return result.workspace > g->ws_bytes ? WORKSPACE : FINE;
+}
+
+/* Whether a choice can be launched; it is made at its first call. */
+static Reason ready(Algo *choice, const Call *call, Cell *cell)
+{
+    int state = atomic_load_explicit(&choice->state, memory_order_acquire);
+    if (state != UNTRIED) return (Reason)state;
+    table_lock();
+    state = atomic_load_explicit(&choice->state, memory_order_relaxed);
+    if (state == UNTRIED) {
+        inside++;
+        state = (int)make(choice, call, cell);
+        inside--;
+        atomic_store_explicit(&choice->state, state, memory_order_release);
+    }
+    table_unlock();
+    return (Reason)state;
+}
+
+int dispatch(const Key *key, const Call *call)
+{
+    Cell *cell = table_cell(key);
+    if (!cell) {
+        fault(FULL);
+        return call->go(call, NULL, NULL);
+    }
+    Algo *chosen = atomic_load_explicit(&cell->chosen, memory_order_acquire);
+    if (chosen) {
+        Reason reason = ready(chosen, call, cell);
+        if (reason == FINE) {
+            int status = launch(call, cell, chosen->made, chosen);
+            if (status == STATUS_SUCCESS) return status;
+            atomic_store(&chosen->state, reason = REFUSED);
+        }
+        fault(reason);
+    }
+    Algo *own = table_algo(cell, call->algo);
+    if (!own) fault(FULL);
+    return launch(call, cell, NULL, own);
+}
+
+/* ------------------------------------------------------------------------------ what Python asks */
+
+EXPORT void gemmtune_mode(unsigned mode) { atomic_store(&mode_, mode); }
+
+EXPORT int gemmtune_choose(const Row *rows, size_t count) { return table_choose(rows, count); }
+
+EXPORT size_t gemmtune_drain(Launch *to, size_t room)
+{
+    timing_collect();
+    return table_drain(to, room);
+}
+
+/* Faults since the start by reason; returns how many reasons there are. */
+EXPORT size_t gemmtune_faults(uint64_t *to, size_t room)
+{
+    for (size_t i = 0; i < room && i < REASONS; i++) to[i] = atomic_load(&faults[i]);
+    return REASONS;
+}
+
+static void before_fork(void)
+{
+    given_lock();
+    timing_lock();
+    table_lock();
+}
+
+static void in_parent(void)
+{
+    table_unlock();
+    timing_unlock();
+    given_unlock();
+}
+
+/* What the parent counted is the parent's to tell. */
+static void in_child(void)
+{
+    table_fork_child();
+    timing_fork_child();
+    given_fork_child();
+    for (int i = 0; i < REASONS; i++) atomic_store(&faults[i], 0);
+}
+
+__attribute__((constructor)) static void start(void)
+{
+    pthread_atfork(before_fork, in_parent, in_child);
+}
