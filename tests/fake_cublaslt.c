@@ -1,5 +1,5 @@
 /* A stand-in for libcublasLt where there is no GPU: the part of its API that gemmtune calls, on CPU
- * memory, single-threaded. Written from cublasLt.h (CUDA 12.6): attribute numbers, sizes, statuses.
+ * memory. Written from cublasLt.h (CUDA 12.6): attribute numbers, sizes, statuses.
  *
  * It is strict where the library is, and refuses what it does not know: a size that differs from an
  * attribute's, an unknown attribute or algorithm, too small a workspace, a scale pointer that is
@@ -19,7 +19,7 @@ enum { MAGIC = 0x17ce11, MOST = 8 };
 
 typedef struct { int type; uint64_t rows, cols; int64_t ld, stride; int32_t batch; } Layout;
 typedef struct {
-    int compute, scale, op_a, op_b, bias_type;
+    int compute, scale, pointers, op_a, op_b, bias_type;
     uint32_t epilogue;
     void *bias, *aux, *scale_a, *scale_b;
     int64_t aux_ld;
@@ -45,8 +45,17 @@ KINDS[] = {
 };
 enum { NKINDS = sizeof KINDS / sizeof *KINDS };
 
-static int live; /* descriptors not destroyed: what a test asks for */
+static _Atomic int live; /* descriptors not destroyed: what a test asks for */
 int fake_live(void) { return live; }
+
+static _Atomic uint64_t calls; /* launches that worked, by whatever name */
+uint64_t fake_calls(void) { return calls; }
+
+static _Atomic int failing = -1; /* an attribute of descriptions that cannot be read, for a test */
+void fake_fail(int attribute) { failing = attribute; }
+
+static _Thread_local Opaque last; /* the algorithm of this thread's last launch */
+const void *fake_last(void) { return &last; }
 
 size_t cublasLtGetVersion(void) { return 130101; }
 
@@ -108,6 +117,22 @@ int cublasLtMatrixLayoutSetAttribute(Layout *l, int attr, const void *buf, size_
     return INVALID;
 }
 
+int cublasLtMatrixLayoutGetAttribute(const Layout *l, int attr, void *buf, size_t size,
+                                     size_t *written)
+{
+    static const int32_t column_major = 0;
+    switch (attr) {
+    case 0: return give(&l->type, 4, buf, size, written);
+    case 1: return give(&column_major, 4, buf, size, written);
+    case 2: return give(&l->rows, 8, buf, size, written);
+    case 3: return give(&l->cols, 8, buf, size, written);
+    case 4: return give(&l->ld, 8, buf, size, written);
+    case 5: return give(&l->batch, 4, buf, size, written);
+    case 6: return give(&l->stride, 8, buf, size, written);
+    }
+    return INVALID;
+}
+
 int cublasLtMatrixLayoutDestroy(Layout *l) { return destroyed(l); }
 
 int cublasLtMatmulDescCreate(Desc **out, int compute, int scale)
@@ -121,6 +146,7 @@ int cublasLtMatmulDescCreate(Desc **out, int compute, int scale)
 int cublasLtMatmulDescSetAttribute(Desc *d, int attr, const void *buf, size_t size)
 {
     switch (attr) {
+    case 2: return take(&d->pointers, 4, buf, size);
     case 3: return take(&d->op_a, 4, buf, size);
     case 4: return take(&d->op_b, 4, buf, size);
     case 7: return take(&d->epilogue, 4, buf, size);
@@ -131,6 +157,24 @@ int cublasLtMatmulDescSetAttribute(Desc *d, int attr, const void *buf, size_t si
     case 18: return take(&d->scale_b, 8, buf, size);
     case 25: return take(&d->fast, 1, buf, size);
     case 26: return take(&d->bias_type, 4, buf, size);
+    }
+    return INVALID;
+}
+
+int cublasLtMatmulDescGetAttribute(const Desc *d, int attr, void *buf, size_t size, size_t *written)
+{
+    static const int32_t none = 0;
+    if (attr == failing) return INVALID;
+    switch (attr) {
+    case 0: return give(&d->compute, 4, buf, size, written);
+    case 1: return give(&d->scale, 4, buf, size, written);
+    case 2: return give(&d->pointers, 4, buf, size, written);
+    case 3: return give(&d->op_a, 4, buf, size, written);
+    case 4: return give(&d->op_b, 4, buf, size, written);
+    case 7: return give(&d->epilogue, 4, buf, size, written);
+    case 25: return give(&d->fast, 1, buf, size, written);
+    case 26: return give(&d->bias_type, 4, buf, size, written);
+    case 15: case 31: case 32: return give(&none, 4, buf, size, written);
     }
     return INVALID;
 }
@@ -373,14 +417,22 @@ static void bias_gradient(const Desc *d, const Layout *b, const void *B, const L
     }
 }
 
-int cublasLtMatmul(void *h, const Desc *d, const float *alpha, const void *A, const Layout *a,
-                   const void *B, const Layout *b, const float *beta, const void *C,
-                   const Layout *c, void *D, const Layout *dd, const Opaque *o, void *workspace,
-                   size_t workspace_bytes, void *stream)
+static int matmul(void *h, const Desc *d, const float *alpha, const void *A, const Layout *a,
+                  const void *B, const Layout *b, const float *beta, const void *C, const Layout *c,
+                  void *D, const Layout *dd, const Opaque *o, void *workspace,
+                  size_t workspace_bytes, void *stream)
 {
     Result r;
     uint64_t k = 0;
     (void)stream;
+    Result chosen;
+    int found;
+    if (!o) { /* then the library looks for one itself */
+        const Pref pref = {workspace_bytes, {16, 16, 16, 16}};
+        if (cublasLtMatmulAlgoGetHeuristic(h, d, a, b, c, dd, &pref, 1, &chosen, &found))
+            return NOT_SUPPORTED;
+        o = &chosen.algo;
+    }
     int status = cublasLtMatmulAlgoCheck(h, d, a, b, c, dd, o, &r);
     if (status) return status;
     if (!alpha || !beta || !A || !B || !C || !D) return INVALID;
@@ -415,5 +467,19 @@ int cublasLtMatmul(void *h, const Desc *d, const float *alpha, const void *A, co
                 store(D, dd->type, i * dd->stride + n * dd->ld + m, sum);
             }
     if (epi & 16 || epi == BGRADB) bias_gradient(d, b, B, dd, D, k, bias_type);
+    last = *o;
+    calls++;
     return OK;
 }
+
+#define MATMUL(name)                                                                                \
+    int name(void *h, const Desc *d, const float *alpha, const void *A, const Layout *a,            \
+             const void *B, const Layout *b, const float *beta, const void *C, const Layout *c,     \
+             void *D, const Layout *dd, const Opaque *o, void *workspace, size_t workspace_bytes,   \
+             void *stream)                                                                          \
+    {                                                                                               \
+        return matmul(h, d, alpha, A, a, B, b, beta, C, c, D, dd, o, workspace, workspace_bytes,    \
+                      stream);                                                                      \
+    }
+MATMUL(cublasLtMatmul)
+MATMUL(cublasLtTSTMatmul) /* the older API's own way in, which nothing can catch */

@@ -7,9 +7,9 @@ It knows no tables and keeps no statistics.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gemmtune import machine
 from gemmtune.errors import UsageError
@@ -95,6 +95,11 @@ def get(name: str) -> Backend:
         raise UsageError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}") from None
     backend: Backend = getattr(importlib.import_module(module), cls)()
     return backend
+
+
+def applying(provenance: Mapping[str, Any], named: str | None) -> str:
+    """The backend that applies a table: the one named, else the table's, else this machine's."""
+    return named or provenance.get("backend") or detect()
 
 
 def preload(name: str) -> Path | None:

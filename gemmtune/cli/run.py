@@ -72,9 +72,8 @@ def _options(path: Path, backend: str | None, strict: bool, quiet: bool) -> dict
 def _preload(rows: Table[Tuned], backend: str | None) -> Path | None:
     """The library that jobs with this table are to start with."""
     from gemmtune.backends import base
-    from gemmtune.job import apply
 
-    return base.preload(apply.backend_of(rows, backend))
+    return base.preload(base.applying(rows.provenance, backend))
 
 
 STRICT = click.option(

@@ -28,7 +28,7 @@ NAME = "libgemmtune.so"
 
 
 def compiler() -> list[str]:
-    """The C compiler's words: $CC, else the first found. Raises BackendError where there is none."""
+    """The C compiler's words: $CC, else the first found. Raises BackendError."""
     named = shlex.split(os.environ.get("CC", ""))
     for words in [named] if named else [[name] for name in COMPILERS]:
         if shutil.which(words[0]):
@@ -73,10 +73,9 @@ def compile_to(out: Path, flags: Sequence[str] = ()) -> None:
     words = [*compiler(), *FLAGS, *flags, *map(str, sources), "-o", str(out), "-ldl"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or [
-            "no reason given"
-        ]
-        raise BackendError(f"{words[0]} cannot build the interposer: {lines[0]}")
+        lines = [line for line in done.stderr.splitlines() if "error" in line]
+        reason = lines[0] if lines else f"exit code {done.returncode}"
+        raise BackendError(f"{words[0]} cannot build the interposer: {reason}")
 
 
 def _digest() -> str:

@@ -309,7 +309,7 @@ def _words(error: Exception) -> str:
 
 def backend_of(tuned: Table[Tuned], named: str | None) -> str:
     """The backend that applies a table: the one named, else the table's, else this machine's."""
-    return named or tuned.provenance.get("backend") or base.detect()
+    return base.applying(tuned.provenance, named)
 
 
 def compare(tuned: Table[Tuned], backend: str) -> tuple[list[str], list[str]]:

@@ -1,0 +1,82 @@
+/* A stand-in for the part of libcuda that times calls: events on the host's clock, that complete when
+ * the test says. Written from cuda.h. While a stream captures, touching events is refused as the
+ * driver does it, and counted: nothing of gemmtune's may try. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+
+enum { OK = 0, INVALID = 1, NOT_READY = 600, UNSUPPORTED = 900, RELAXED = 2 };
+
+typedef struct { double ms; int recorded; } Event;
+
+static _Atomic int capturing, held, violations, made;
+static _Thread_local int mode; /* global */
+
+void fake_capture(int on) { capturing = on; }
+void fake_hold(int on) { held = on; }
+int fake_violations(void) { return violations; }
+int fake_events(void) { return made; }
+
+int cuCtxGetCurrent(void **context)
+{
+    static int one;
+    *context = &one;
+    return OK;
+}
+
+int cuStreamIsCapturing(void *stream, int *status)
+{
+    *status = capturing && stream == (void *)1; /* the one stream that ever captures */
+    return OK;
+}
+
+int cuThreadExchangeStreamCaptureMode(int *given)
+{
+    int before = mode;
+    if (*given < 0 || *given > RELAXED) return INVALID;
+    mode = *given;
+    *given = before;
+    return OK;
+}
+
+/* Unsafe calls end another thread's capture in the global mode, unless this thread is relaxed. */
+static int unsafe(void)
+{
+    if (!capturing || mode == RELAXED) return 0;
+    violations++;
+    return 1;
+}
+
+int cuEventCreate(Event **event, unsigned flags)
+{
+    if (flags || unsafe()) return flags ? INVALID : UNSUPPORTED;
+    made++;
+    *event = calloc(1, sizeof **event);
+    return OK;
+}
+
+int cuEventRecord(Event *event, void *stream)
+{
+    struct timespec t;
+    if (capturing && stream == (void *)1) {
+        violations++;
+        return UNSUPPORTED;
+    }
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    event->ms = (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+    event->recorded = 1;
+    return OK;
+}
+
+int cuEventQuery(Event *event)
+{
+    if (unsafe()) return UNSUPPORTED;
+    return event->recorded && held ? NOT_READY : OK;
+}
+
+int cuEventElapsedTime(float *ms, Event *start, Event *end)
+{
+    if (!start->recorded || !end->recorded) return INVALID;
+    *ms = (float)(end->ms - start->ms);
+    return OK;
+}
