@@ -6,6 +6,7 @@ kinds of GEMM there, and compares what was recorded with the log, key by key. Pr
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -39,19 +40,12 @@ def from_log(text: str) -> Counter[tuple]:
         epi = desc.get("epilogue", "")
         beta = re.search(r" beta=(\S+)", line)
         ws = re.search(r"workSpaceSizeInBytes=(\d+)", line)
-        found[
-            int(d["rows"]),
-            int(d["cols"]),
-            cols if ta == "N" else rows,
-            ta,
-            tb,
-            *(LOGGED.get(x["type"], x["type"]) for x in (a, b, d)),
-            *(int(x["ld"]) for x in (a, b, d)),
-            EPILOGUES.get(epi, epi),
-            int(bool(beta) and float(beta[1]) != 0),
-            int(ws[1]) if ws else 0,
-            int(desc.get("fastAccumulationFlag", "0")),
-        ] += 1
+        types = (LOGGED.get(x["type"], x["type"]) for x in (a, b, d))
+        key = [int(d["rows"]), int(d["cols"]), cols if ta == "N" else rows, ta, tb, *types]
+        key += [int(x["ld"]) for x in (a, b, d)]
+        key += [EPILOGUES.get(epi, epi), int(bool(beta) and float(beta[1]) != 0)]
+        key += [int(ws[1]) if ws else 0, int(desc.get("fastAccumulationFlag", "0"))]
+        found[tuple(key)] += 1
     return found
 
 
@@ -83,67 +77,71 @@ def cases(torch):
     yield "compiled", lambda: compiled(x)
 
 
-def inside(log: Path) -> None:
+def inside(out: Path) -> None:
     import torch
 
     from gemmtune.backends.cublaslt import CublasLt
     from gemmtune.interposer.client import REASONS, Interposer
 
     interposer = Interposer(CublasLt())
+    interposer.mode(True, timed=True)
+    backend = CublasLt()
     seen: Counter[tuple] = Counter()
-    applied, lines, kept = Counter(), [], []
+    applied: Counter[bool] = Counter()
+
+    def drain() -> list:
+        torch.cuda.synchronize()
+        records = interposer.drain()
+        for r in records:
+            if r.calls and (r.gemm.api == "lt" or r.applied):
+                seen[from_record(r)] += r.calls
+        return [r for r in records if r.calls]
+
     for name, call in cases(torch):
         call()  # what is made once
-        torch.cuda.synchronize()
-        interposer.mode(True, timed=True)
-        before = len(from_log_text(log))
+        drain()
         expected = call()
-        torch.cuda.synchronize()
-        interposer.mode(False)
-        records = interposer.drain()
-        logged = from_log(from_log_text(log)[before:])
-        lt = Counter()
+        records = drain()
         for r in records:
-            if r.gemm.api == "lt":
-                lt[from_record(r)] += r.calls
-            lines.append(
-                f"{name:14} {r.calls} x {r.gemm} ws={r.gemm.ws_bytes} align={r.gemm.align}"
-                f" api={r.gemm.api} timed={r.timed} {r.time_us:.1f} us"
-                f" default={r.algo.config if r.algo else None}"
+            g = r.gemm
+            print(
+                f"{name:14} {r.calls} x {g} ld={g.lda},{g.ldb},{g.ldd} ws={g.ws_bytes}"
+                f" align={g.align} fast={g.fast_accum} api={g.api}: timed {r.timed},"
+                f" {r.time_us:.1f} us, default {r.algo.config if r.algo else None}"
             )
-        same = "equal" if lt == logged else f"DIFFER: recorded {dict(lt)} logged {dict(logged)}"
-        lines.append(f"{name:14} log: {same}")
-        seen += lt
-        kept.append((name, call, records, expected))
-    print("\n".join(lines))
-    backend = CublasLt()
-    for name, call, records, expected in kept:
         for r in records:
-            default = r.algo
-            algos = [
-                a for a in backend.algos(r.gemm) if default is None or a.config != default.config
+            found = [
+                a for a in backend.algos(r.gemm) if r.algo is None or a.config != r.algo.config
             ]
-            same = [default] if default is not None else []
-            for algo in (*same, *algos[:2]):
+            for algo in (*(() if r.algo is None else (r.algo,)), *found[:2]):
                 interposer.choose({r.gemm: algo})
-                interposer.mode(True)
                 got = call()
-                torch.cuda.synchronize()
-                interposer.mode(False)
-                used = sum(x.calls for x in interposer.drain() if x.applied and x.algo == algo)
+                used = sum(x.calls for x in drain() if x.applied and x.algo == algo)
                 bitwise = torch.equal(got, expected)
                 close = torch.allclose(got.float(), expected.float(), rtol=3e-2, atol=1.0)
-                kind = "default" if algo is default else algo.config
-                print(f"{name:14} apply: launched {used}, bitwise {bitwise}, close {close}: {kind}")
+                kind = f"default, {algo.config}" if algo is r.algo else algo.config
+                print(f"{name:14} launched {used}, bitwise {bitwise}, close {close}: {kind}")
                 applied[bool(used and close)] += 1
-    interposer.choose({})
+            interposer.choose({})
     counts = dict(zip(REASONS, interposer.faults(), strict=True))
     print("faults:", {k: v for k, v in counts.items() if v} or "none")
-    print(f"applied as told: {applied[True]} of {applied.total()}")
+    print("calls that no Gemm has a name for:", interposer.unspelled)
+    print(f"applied as told: {applied[True]} of {applied[True] + applied[False]}")
+    out.write_text(json.dumps(sorted(seen.items(), key=str)))
 
 
-def from_log_text(log: Path) -> str:
-    return log.read_text(errors="replace") if log.exists() else ""
+def compare(recorded: Path, log: Path) -> None:
+    """The log is whole once the process has ended."""
+    ours = Counter({tuple(key): calls for key, calls in json.loads(recorded.read_text())})
+    logged = from_log(log.read_text(errors="replace"))
+    total = sum(logged.values())
+    print(
+        f"recorded {sum(ours.values())} calls of {len(ours)} keys, logged {total} of {len(logged)}"
+    )
+    for key in sorted({*ours, *logged}, key=str):
+        if ours[key] != logged[key]:
+            print(f"DIFFER {key}: recorded {ours[key]}, logged {logged[key]}")
+    print("recorded and logged are", "EQUAL" if ours == logged else "DIFFERENT")
 
 
 def overhead() -> None:
@@ -190,11 +188,7 @@ def overhead() -> None:
                 best[mode] = min(best[mode], (time.perf_counter() - begin) / (CALLS // 10) * 1e6)
                 torch.cuda.synchronize()
                 interposer.drain()
-        widths = (8, 10, 8, 9, 8)
-        print(
-            f"{name:22}"
-            + "".join(f"{v:>{n}.2f}" for v, n in zip(best.values(), widths, strict=True))
-        )
+        print(f"{name:22}" + "".join(f"{us:10.2f}" for us in best.values()))
     interposer.mode(False)
 
 
@@ -228,13 +222,14 @@ def main() -> None:
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     env = {**os.environ, "LD_PRELOAD": str(build.library()), "PYTHONPATH": path}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "lt.log"
+        out, log = Path(folder) / "recorded.json", Path(folder) / "lt.log"
         logging = {"CUBLASLT_LOG_LEVEL": "2", "CUBLASLT_LOG_FILE": str(log)}
-        for words, extra in ((["inside", str(log)], logging), (["graph"], {}), (["overhead"], {})):
-            code = subprocess.run(
-                [sys.executable, __file__, *words], env={**env, **extra}
-            ).returncode
-            print(f"[{words[0]}: exit code {code}]", flush=True)
+        for words, extra in (("inside", logging), ("graph", {}), ("overhead", {})):
+            argv = [sys.executable, __file__, words, str(out)]
+            code = subprocess.run(argv, env={**env, **extra}, check=False).returncode
+            print(f"[{words}: exit code {code}]", flush=True)
+        if out.exists():
+            compare(out, log)
 
 
 if __name__ == "__main__":
