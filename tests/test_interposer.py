@@ -1,0 +1,166 @@
+"""The interposer over fakes of cuBLASLt, cuBLAS and the driver: counted, applied, timed, built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import interposer_job
+import pytest
+
+from gemmtune.backends import base
+from gemmtune.errors import BackendError
+from gemmtune.interposer import build, client
+from gemmtune.job import launch
+
+HERE = Path(__file__).parent
+FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror")
+
+
+def cc(out: Path, *words: str | Path) -> Path:
+    subprocess.run([*build.compiler(), *FLAGS, *words, "-o", out], check=True)
+    return out
+
+
+def fakes(folder: Path, *flags: str) -> Path:
+    """The libraries under their real names, and a job that is linked to them."""
+    folder.mkdir(exist_ok=True)
+
+    def shared(name: str, source: str, *needs: Path) -> Path:
+        tied = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}")
+        source_file = HERE / source
+        return cc(folder / name, *flags, "-shared", "-fPIC", source_file, *tied, *needs, "-lm")
+
+    lt = shared("libcublasLt.so.13", "fake_cublaslt.c")
+    blas = shared("libcublas.so.13", "fake_cublas.c", lt)
+    cuda = shared("libcuda.so.1", "fake_cuda.c")
+    shared("libjob.so", "interposer_job.c", blas, lt, cuda)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        build.compiler()
+    except BackendError as e:
+        pytest.skip(str(e))
+    made = fakes(tmp_path_factory.mktemp("fakes"))
+    build.compile_to(made / build.NAME, build.WARNINGS)
+    return made
+
+
+@pytest.mark.parametrize("scenario", interposer_job.SCENARIOS)
+def test_in_a_job(scenario, folder):
+    env = {**os.environ, "LD_PRELOAD": str(folder / build.NAME)}
+    words = [sys.executable, HERE / "interposer_job.py", scenario, folder]
+    env["PYTHONPATH"] = os.pathsep.join((str(HERE.parent), str(HERE)))
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+SANITIZERS = {
+    "none": ((), (), 10_000),
+    "thread": (("-fsanitize=thread",), ("libtsan.so",), 500),
+    "address": (("-fsanitize=address,undefined",), ("libasan.so", "libubsan.so"), 1000),
+}
+
+
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_threads_count_exactly_while_another_chooses_drains_and_forks(name, folder, tmp_path):
+    flags, runtimes, calls = SANITIZERS[name]
+    if (
+        flags
+        and subprocess.run(
+            [*build.compiler(), *flags, "-x", "c", "-", "-o", tmp_path / "try"],
+            input="int main(void){return 0;}",
+            text=True,
+            check=False,
+            capture_output=True,
+        ).returncode
+    ):
+        pytest.skip(f"this compiler has no {name} sanitizer")
+    made = fakes(tmp_path / "fakes", *flags)
+    build.compile_to(made / build.NAME, (*build.WARNINGS, *flags))
+    main = cc(tmp_path / "main", *flags, "-DMAIN", HERE / "interposer_job.c", "-pthread", "-ldl")
+    found = [
+        subprocess.run(
+            [*build.compiler(), f"-print-file-name={runtime}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for runtime in runtimes
+    ]
+    env = {
+        **os.environ,
+        "LD_PRELOAD": ":".join((*found, str(made / build.NAME))),
+        "TSAN_OPTIONS": "die_after_fork=0 halt_on_error=1",
+        "ASAN_OPTIONS": "detect_leaks=0",  # what is known of a GEMM is kept to the end
+        "UBSAN_OPTIONS": "halt_on_error=1",
+    }
+    done = subprocess.run(
+        [main, made / "libjob.so", "8", str(calls)],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen, applied, failed = map(int, done.stdout.split())
+    assert (seen, failed) == (8 * calls, 0)
+    assert 0 < applied < seen
+
+
+def test_it_is_built_once_and_by_many_at_once(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[Path] = []
+    threads = [threading.Thread(target=lambda: made.append(build.library())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 4 and len(set(made)) == 1
+    assert [p.name for p in made[0].parent.iterdir()] == [build.NAME]
+    before = made[0].stat().st_mtime_ns
+    assert build.library() == made[0] and made[0].stat().st_mtime_ns == before
+
+
+def test_without_a_compiler_the_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(BackendError, match=r"no C compiler .* apt install gcc"):
+        build.library()
+
+
+def test_a_cache_whose_path_ld_preload_cannot_hold_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a folder"))
+    with pytest.raises(BackendError, match=r"LD_PRELOAD cannot hold .* XDG_CACHE_HOME"):
+        build.library()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(BackendError, match=r"cannot write to the cache .*XDG_CACHE_HOME"):
+        build.library()
+
+
+def test_a_process_that_it_was_not_preloaded_into_is_told():
+    with pytest.raises(BackendError, match=r"LD_PRELOAD"):
+        client.InterposerApplier()
+
+
+def test_a_jobs_own_preloaded_libraries_stay():
+    base_env = {"LD_PRELOAD": "libjemalloc.so"}
+    made = launch.environment("a:b", {}, "out", base_env, Path("/cache/libgemmtune.so"))
+    assert made["LD_PRELOAD"] == "/cache/libgemmtune.so:libjemalloc.so"
+    assert "LD_PRELOAD" not in launch.environment("a:b", {}, "out", base_env)
+
+
+def test_only_backends_whose_calls_are_caught_preload_it(folder):
+    assert base.preload("cpu") is None
+    assert base.preload("cublaslt").name == build.NAME
