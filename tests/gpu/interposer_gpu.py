@@ -16,6 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
 LOGGED = {"R_16BF": "bfloat16", "R_8F_E4M3": "float8e4m3", "R_8F_E5M2": "float8e5m2"}
 LOGGED |= {"R_32F": "float32", "R_16F": "float16"}
 EPILOGUES = {"": "-", "EPILOGUE_BIAS": "bias", "EPILOGUE_DEFAULT": "-"}
@@ -218,9 +221,7 @@ def graph() -> None:
 def main() -> None:
     from gemmtune.interposer import build
 
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    env = {**os.environ, "LD_PRELOAD": str(build.library()), "PYTHONPATH": path}
+    env = {**os.environ, "LD_PRELOAD": str(build.library())}
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "recorded.json", Path(folder) / "lt.log"
         logging = {"CUBLASLT_LOG_LEVEL": "2", "CUBLASLT_LOG_FILE": str(log)}
