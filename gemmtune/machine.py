@@ -71,6 +71,11 @@ def gpus(root: str | os.PathLike[str] = "/") -> list[Gpu]:
     return list(_torch_gpus()) if any((top / d).exists() for d in devices) else []
 
 
+def fnuz(capability: str) -> bool:
+    """Whether a GPU's FP8 types are AMD's older ones, without infinities and negative zero."""
+    return capability.startswith("gfx94")
+
+
 def fingerprint(backend: Backend) -> dict[str, Any]:
     """What a table must say of the machine it was made on: JSON values, without a host name.
 

@@ -6,26 +6,15 @@
  * not 16-byte aligned, FP8 that is not T,N in multiples of 16. As on an H200 a heuristic has at most
  * 8 results. Which settings each algorithm takes is made up.
  */
-#include <math.h>
+#include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 
+#define LT(name) cublasLt##name
 enum { OK = 0, NOT_INITIALIZED = 1, INVALID = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, R_E4M3 = 28, R_E5M2 = 29, COMPUTE_32F = 68 };
-enum { PLAIN = 1, BIAS = 4, GELU_AUX = 160, GELU_AUX_BIAS = 164, DGELU = 192, DGELU_BGRAD = 208,
-       BGRADB = 512 };
-enum { MAGIC = 0x17ce11, MOST = 8 };
+enum { OP_N = 0, OP_T = 1 };
+enum { MOST = 8 };
 
-typedef struct { int type; uint64_t rows, cols; int64_t ld, stride; int32_t batch; } Layout;
-typedef struct {
-    int compute, scale, pointers, op_a, op_b, bias_type;
-    uint32_t epilogue;
-    void *bias, *aux, *scale_a, *scale_b;
-    int64_t aux_ld;
-    int8_t fast;
-} Desc;
-typedef struct { uint64_t workspace; uint32_t align[4]; } Pref;
 typedef struct {
     int32_t id, splitk;
     uint32_t tile, stages, reduction, swizzle, custom;
@@ -34,6 +23,12 @@ typedef struct {
 } Algo; /* within the 64 bytes of cublasLtMatmulAlgo_t */
 typedef struct { uint64_t data[8]; } Opaque;
 typedef struct { Opaque algo; size_t workspace; int state; float waves; int reserved[4]; } Result;
+
+static int is8(int type) { return type == R_E4M3 || type == R_E5M2; }
+static int is_e4m3(int type) { return type == R_E4M3; }
+static int is_fnuz(int type) { (void)type; return 0; }
+
+#include "fake_lt.h"
 
 _Static_assert(sizeof(Algo) <= sizeof(Opaque), "an algorithm fits its structure");
 
@@ -45,32 +40,7 @@ KINDS[] = {
 };
 enum { NKINDS = sizeof KINDS / sizeof *KINDS };
 
-static _Atomic int live; /* descriptors not destroyed: what a test asks for */
-int fake_live(void) { return live; }
-
-static _Atomic uint64_t calls; /* launches that worked, by whatever name */
-uint64_t fake_calls(void) { return calls; }
-
-static _Atomic int failing = -1; /* an attribute of descriptions that cannot be read, for a test */
-void fake_fail(int attribute) { failing = attribute; }
-
-static _Thread_local Opaque last; /* the algorithm of this thread's last launch */
-const void *fake_last(void) { return &last; }
-
 size_t cublasLtGetVersion(void) { return 130101; }
-
-int cublasLtCreate(void **handle)
-{
-    if (!handle) return INVALID;
-    *handle = malloc(4);
-    *(int *)*handle = MAGIC;
-    return OK;
-}
-
-int cublasLtDestroy(void *handle) { free(handle); return OK; }
-
-static void *made(size_t size) { live++; return calloc(1, size); }
-static int destroyed(void *p) { if (!p) return INVALID; live--; free(p); return OK; }
 
 /* Copies a value into `to` if its size is the attribute's. */
 static int take(void *to, size_t size, const void *buf, size_t given)
@@ -87,24 +57,6 @@ static int give(const void *from, size_t size, void *buf, size_t given, size_t *
     if (!given) return OK;
     if (!buf || size != given) return INVALID;
     memcpy(buf, from, size);
-    return OK;
-}
-
-static size_t bytes(int type)
-{
-    switch (type) {
-    case R_32F: return 4;
-    case R_16F: case R_16BF: return 2;
-    case R_E4M3: case R_E5M2: return 1;
-    }
-    return 0;
-}
-
-int cublasLtMatrixLayoutCreate(Layout **out, int type, uint64_t rows, uint64_t cols, int64_t ld)
-{
-    if (!bytes(type)) return INVALID;
-    *out = made(sizeof **out);
-    **out = (Layout){type, rows, cols, ld, 0, 1};
     return OK;
 }
 
@@ -131,16 +83,6 @@ int cublasLtMatrixLayoutGetAttribute(const Layout *l, int attr, void *buf, size_
     case 6: return give(&l->stride, 8, buf, size, written);
     }
     return INVALID;
-}
-
-int cublasLtMatrixLayoutDestroy(Layout *l) { return destroyed(l); }
-
-int cublasLtMatmulDescCreate(Desc **out, int compute, int scale)
-{
-    if (compute != COMPUTE_32F || scale != R_32F) return INVALID;
-    *out = made(sizeof **out);
-    **out = (Desc){.compute = compute, .scale = scale, .bias_type = -1, .epilogue = 1};
-    return OK;
 }
 
 int cublasLtMatmulDescSetAttribute(Desc *d, int attr, const void *buf, size_t size)
@@ -179,8 +121,6 @@ int cublasLtMatmulDescGetAttribute(const Desc *d, int attr, void *buf, size_t si
     return INVALID;
 }
 
-int cublasLtMatmulDescDestroy(Desc *d) { return destroyed(d); }
-
 int cublasLtMatmulPreferenceCreate(Pref **out)
 {
     *out = made(sizeof **out);
@@ -195,16 +135,12 @@ int cublasLtMatmulPreferenceSetAttribute(Pref *p, int attr, const void *buf, siz
     return INVALID;
 }
 
-int cublasLtMatmulPreferenceDestroy(Pref *p) { return destroyed(p); }
-
 static int kind_of(int id)
 {
     for (int i = 0; i < NKINDS; i++)
         if (KINDS[i].id == id) return i;
     return -1;
 }
-
-static int is8(int type) { return type == R_E4M3 || type == R_E5M2; }
 
 static int types_fit(const int t[6], int kind)
 {
@@ -219,7 +155,7 @@ int cublasLtMatmulAlgoGetIds(void *h, int c, int s, int a, int b, int cc, int d,
                              int *found)
 {
     const int t[6] = {c, s, a, b, cc, d};
-    if (!h || *(int *)h != MAGIC) return NOT_INITIALIZED;
+    if (!is_handle(h)) return NOT_INITIALIZED;
     if (count <= 0) return INVALID;
     *found = 0;
     for (int i = 0; i < NKINDS && *found < count; i++)
@@ -231,7 +167,7 @@ int cublasLtMatmulAlgoInit(void *h, int c, int s, int a, int b, int cc, int d, i
 {
     const int t[6] = {c, s, a, b, cc, d};
     int kind = kind_of(id);
-    if (!h || *(int *)h != MAGIC) return NOT_INITIALIZED;
+    if (!is_handle(h)) return NOT_INITIALIZED;
     if (!out || kind < 0) return INVALID;
     if (!types_fit(t, kind)) return NOT_SUPPORTED;
     Algo algo = {.id = id, .splitk = 1};
@@ -323,7 +259,7 @@ int cublasLtMatmulAlgoCheck(void *h, const Desc *d, const Layout *a, const Layou
     uint64_t k;
     memcpy(&algo, o, sizeof algo);
     int kind = kind_of(algo.id), known = algo.tile == 0, status;
-    if (!h || *(int *)h != MAGIC) return NOT_INITIALIZED;
+    if (!is_handle(h)) return NOT_INITIALIZED;
     if (kind < 0 || !r) return INVALID;
     if (algo.types[2] != a->type || algo.types[3] != b->type || algo.types[5] != dd->type) return INVALID;
     if ((status = shapes_fit(d, a, b, c, dd, &k))) return status;
@@ -366,57 +302,6 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, const Desc *d, const Layout *a, cons
     return *found ? OK : NOT_SUPPORTED;
 }
 
-static float small_float(unsigned v, int exponent_bits, int bias)
-{
-    int mantissa_bits = 7 - exponent_bits, e = (v & 127) >> mantissa_bits;
-    float m = (float)(v & ((1u << mantissa_bits) - 1)) / (float)(1 << mantissa_bits);
-    float size = e ? ldexpf(1 + m, e - bias) : ldexpf(m, 1 - bias);
-    return v & 128 ? -size : size;
-}
-
-static float load(const void *p, int type, int64_t at)
-{
-    uint32_t bits;
-    float f;
-    switch (type) {
-    case R_32F: return ((const float *)p)[at];
-    case R_16F: return (float)((const _Float16 *)p)[at];
-    case R_E4M3: return small_float(((const uint8_t *)p)[at], 4, 7);
-    case R_E5M2: return small_float(((const uint8_t *)p)[at], 5, 15);
-    }
-    bits = (uint32_t)((const uint16_t *)p)[at] << 16;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-
-static void store(void *p, int type, int64_t at, float f)
-{
-    uint32_t bits;
-    switch (type) {
-    case R_32F: ((float *)p)[at] = f; return;
-    case R_16F: ((_Float16 *)p)[at] = (_Float16)f; return;
-    }
-    memcpy(&bits, &f, 4);
-    bits += 0x7fff + (bits >> 16 & 1); /* to nearest, ties to even */
-    ((uint16_t *)p)[at] = (uint16_t)(bits >> 16);
-}
-
-static float gelu_inner(float x) { return 0.79788456f * (x + 0.044715f * x * x * x); }
-
-/* Sums over the columns of D, or over k of op(B). */
-static void bias_gradient(const Desc *d, const Layout *b, const void *B, const Layout *dd,
-                          const void *D, uint64_t k, int type)
-{
-    int own = d->epilogue == BGRADB;
-    for (int64_t i = 0; i < (int64_t)(own ? dd->cols : dd->rows); i++) {
-        float sum = 0;
-        for (int64_t x = 0; x < (int64_t)(own ? k : dd->cols); x++)
-            sum += own ? load(B, b->type, d->op_b ? x * b->ld + i : i * b->ld + x)
-                       : load(D, dd->type, x * dd->ld + i);
-        store(d->bias, type, i, sum);
-    }
-}
-
 static int matmul(void *h, const Desc *d, const float *alpha, const void *A, const Layout *a,
                   const void *B, const Layout *b, const float *beta, const void *C, const Layout *c,
                   void *D, const Layout *dd, const Opaque *o, void *workspace,
@@ -445,30 +330,7 @@ static int matmul(void *h, const Desc *d, const float *alpha, const void *A, con
     uint32_t align = KINDS[kind_of(((const Algo *)o)->id)].align;
     if (((uintptr_t)A | (uintptr_t)B | (uintptr_t)D) % align) return NOT_SUPPORTED;
     shapes_fit(d, a, b, c, dd, &k);
-    float scale = *alpha * (d->scale_a ? *(float *)d->scale_a : 1) * (d->scale_b ? *(float *)d->scale_b : 1);
-    int bias_type = d->bias_type < 0 ? dd->type : d->bias_type;
-    for (int64_t i = 0; i < dd->batch; i++)
-        for (int64_t n = 0; n < (int64_t)dd->cols; n++)
-            for (int64_t m = 0; m < (int64_t)dd->rows; m++) {
-                float sum = 0;
-                for (int64_t x = 0; x < (int64_t)k; x++)
-                    sum += load(A, a->type, i * a->stride + (d->op_a ? m * a->ld + x : x * a->ld + m)) *
-                           load(B, b->type, i * b->stride + (d->op_b ? x * b->ld + n : n * b->ld + x));
-                sum *= scale;
-                if (*beta != 0) sum += *beta * load(C, c->type, i * c->stride + n * c->ld + m);
-                if (epi & BIAS) sum += load(d->bias, bias_type, m);
-                if (epi & 32) {
-                    store(d->aux, dd->type, n * d->aux_ld + m, sum);
-                    sum *= 0.5f * (1 + tanhf(gelu_inner(sum)));
-                } else if (epi & 64) {
-                    float y = load(d->aux, dd->type, n * d->aux_ld + m), t = tanhf(gelu_inner(y));
-                    sum *= 0.5f * (1 + t) + 0.5f * y * (1 - t * t) * 0.79788456f * (1 + 0.134145f * y * y);
-                }
-                store(D, dd->type, i * dd->stride + n * dd->ld + m, sum);
-            }
-    if (epi & 16 || epi == BGRADB) bias_gradient(d, b, B, dd, D, k, bias_type);
-    last = *o;
-    calls++;
+    multiply(d, alpha, A, a, B, b, beta, C, c, D, dd, k, o, ((const Algo *)o)->id);
     return OK;
 }
 

@@ -1,4 +1,4 @@
-"""The cuBLASLt backend on CPU memory, over fake_cublaslt.c; workers can import it."""
+"""The Lt backends on CPU memory, over fake_cublaslt.c and fake_hipblaslt.c; for workers too."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gemmtune.backends.cublaslt import CublasLt
+from gemmtune.backends.hipblaslt import HipblasLt
 
-SOURCE = Path(__file__).with_name("fake_cublaslt.c")
-FLAGS = ("-std=c11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+HERE = Path(__file__).parent
+FLAGS = ("-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
+LIBRARIES = {"cublaslt": "libcublasLt.so.13", "hipblaslt": "libhipblaslt.so.0"}
 
 
-def build(*flags: str) -> Path:
+def build(vendor: str = "cublaslt", *flags: str) -> Path:
     """The library, built with these flags besides; skips the test where there is no compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("no C compiler")
-    out = Path(tempfile.mkdtemp(prefix="fake-lt-")) / "libcublasLt.so.13"
-    subprocess.run([compiler, *FLAGS, *flags, SOURCE, "-o", out, "-lm"], check=True)
+    out = Path(tempfile.mkdtemp(prefix="fake-lt-")) / LIBRARIES[vendor]
+    source = HERE / f"fake_{vendor}.c"
+    subprocess.run([compiler, "-std=c11", *FLAGS, *flags, source, "-o", out, "-lm"], check=True)
     return out
 
 
-class FakeLt(CublasLt):
+class OnCpu:
+    """What is taken from a backend so that it runs without a GPU."""
+
     device = "cpu"
 
-    def __init__(self, path: Path, **options: int | str) -> None:
+    def __init__(self, path: Path, **options: Any) -> None:
         self.path = path
-        super().__init__(**options)  # type: ignore[arg-type]
-
-    def dev_cap(self) -> int:
-        return 900
+        super().__init__(**options)
 
     def _open(self) -> ctypes.CDLL:
         return ctypes.CDLL(str(self.path))
@@ -49,3 +52,16 @@ class FakeLt(CublasLt):
         for i in range(launches):
             launch(operands[i % len(operands)])
         return (time.perf_counter_ns() - start) / launches / 1e3
+
+
+class FakeLt(OnCpu, CublasLt):
+    def dev_cap(self) -> int:
+        return 900
+
+
+class FakeHip(OnCpu, HipblasLt):
+    def dev_cap(self) -> int:
+        return 905
+
+
+FAKES = {"cublaslt": FakeLt, "hipblaslt": FakeHip}

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "cpu": "gemmtune.backends.cpu:Cpu",
     "cublaslt": "gemmtune.backends.cublaslt:CublasLt",
+    "hipblaslt": "gemmtune.backends.hipblaslt:HipblasLt",
 }
 # Backends of a vendor's GPUs, the preferred one first.
 PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}

@@ -16,6 +16,7 @@ CUBLASLT = Vendor(
     prefix="cublasLt",
     libraries=("libcublasLt.so.13", "libcublasLt.so.12"),
     missing="install a torch for CUDA 12 or later, as in: pip install torch",
+    capability=r"sm_([0-9]+)([0-9])",
     algo_words=8,
     statuses={
         1: "CUBLAS_STATUS_NOT_INITIALIZED",
@@ -69,6 +70,8 @@ CUBLASLT = Vendor(
         "align_c": Attribute(7, c_uint32),
         "align_d": Attribute(8, c_uint32),
     },
+    workspace_bytes=32 << 20,  # what torch and Transformer Engine give a call on Hopper
+    heuristics=200,
     config={
         "id": Attribute(0, c_int32),
         "tile": Attribute(1, c_uint32),
@@ -94,7 +97,6 @@ CUBLASLT = Vendor(
         "align_d": Attribute(19, c_uint32),
     },
     clusters=(0, *range(2, 11)),  # the library's choice; 1x1x1 to 4x4x1
-    workspace_bytes=32 << 20,  # what torch and Transformer Engine give a call on Hopper
 )
 
 

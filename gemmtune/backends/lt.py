@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gemmtune import machine
@@ -48,6 +48,7 @@ class Lt:
         self._handle: Owned | None = None
         self._problems: dict[Gemm, Problem] = {}
         self._needs: dict[tuple[Gemm, Algo], int] = {}
+        self._listed: dict[Gemm, int] = {}
         self._space: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,10 +63,10 @@ class Lt:
     def dev_cap(self) -> int:
         """Raises BackendError where there is no GPU."""
         found = machine.gpus()
-        known = re.fullmatch(r"sm_([0-9]+)([0-9])", found[0].capability) if found else None
+        known = re.fullmatch(self.vendor.capability, found[0].capability) if found else None
         if known is None:
-            raise BackendError(f"{self.name}: no GPU with a compute capability here: nvidia-smi")
-        return int(known[1]) * 100 + int(known[2])
+            raise BackendError(f"{self.name}: no GPU of its vendor's here: gemmtune doctor")
+        return int(known[1]) * 100 + int(known[2], 16)
 
     def library(self) -> str:
         """Raises BackendError where torch has not loaded the library."""
@@ -114,32 +115,44 @@ class Lt:
     # ------------------------------------------------------------------------------ on the device
 
     def algos(self, gemm: Gemm) -> Sequence[Algo]:
-        """The library's choices for the call's workspace, the first its default; then others.
+        """The library's choices for the call's workspace, the default first; then others.
 
-        An Algo's `aidx` is its rank: in the library's list, and beyond it as explored. Raises
-        BackendError where the library has no algorithm.
+        An Algo's `aidx` is its rank in the library's list, and beyond it as found. The default is
+        what the library gives who asks for one. Raises BackendError where it has no algorithm.
         """
         problem = self._problem(gemm)
-        found = [(problem.settings(algo), need) for algo, need in problem.heuristic()]
-        chosen = list({spell(config): config for config, _ in found}.values())
-        needs = {spell(config): need for config, need in reversed(found)}
+        found: dict[str, tuple[Config, int, int]] = {}  # settings, rank, workspace; by spelling
+        results = problem.heuristic()
+        for rank, (algo, need) in enumerate(results):
+            config = problem.settings(algo)
+            found.setdefault(spell(config), (config, rank, need))
+        ((first, need),) = problem.heuristic(1)
+        default = problem.settings(first)
+        found = {spell(default): found.get(spell(default), (default, 0, need)), **found}
+        if self.explored:
+            chosen = [config for config, _, _ in found.values()]
+            for rank, (config, need) in enumerate(self._beyond(problem, chosen), len(results)):
+                found[spell(config)] = config, rank, need
+        self._listed[gemm] = len(results)
+        algos = [Algo(config["id"], rank, text) for text, (config, rank, _) in found.items()]
+        self._needs |= {(gemm, algo): found[algo.config][2] for algo in algos}
+        return algos
+
+    def _beyond(self, problem: Problem, chosen: Sequence[Config]) -> Iterable[tuple[Config, int]]:
+        """Other configurations, with the workspace that each needs: explored by seed."""
+        needs: dict[str, int] = {}
 
         def check(config: Config) -> float | None:
             try:
                 need, waves = problem.check(problem.algo(config))
             except BackendError:
                 return None
-            if need > problem.workspace_bytes:
-                return None
-            needs.setdefault(spell(config), need)
-            return waves
+            needs[spell(config)] = need
+            return waves if need <= problem.workspace_bytes else None
 
-        spaces = self._spaces(problem) if self.explored else {}
-        seed = zlib.crc32(f"{self.seed} {tuple(gemm)}".encode())
-        more = explore.draw(spaces, chosen, check, self.explored, seed)
-        algos = [Algo(c["id"], i, spell(c)) for i, c in enumerate([*chosen, *more])]
-        self._needs |= {(gemm, algo): needs[algo.config] for algo in algos}
-        return algos
+        seed = zlib.crc32(f"{self.seed} {tuple(problem.gemm)}".encode())
+        found = explore.draw(self._spaces(problem), chosen, check, self.explored, seed)
+        return [(config, needs[spell(config)]) for config in found]
 
     def _spaces(self, problem: Problem) -> dict[int, explore.Space]:
         """What each algorithm number may be set to, for those that suit the problem."""
@@ -184,14 +197,14 @@ class Lt:
         """Raises BackendError where the algorithm cannot run this Gemm."""
         if (gemm, algo) not in self._needs:
             problem = self._problem(gemm)
-            self._needs[gemm, algo] = problem.check(problem.algo(parse(algo.config)))[0]
+            self._needs[gemm, algo] = self._need(problem, problem.algo(parse(algo.config)))
         return self._needs[gemm, algo]
 
     def launcher(self, gemm: Gemm, algo: Algo) -> Launch:
         """Raises BackendError: an unknown spelling, or an algorithm that cannot run this Gemm."""
         problem = self._problem(gemm)
         made = problem.algo(parse(algo.config))
-        need = problem.check(made)[0]
+        need = self._need(problem, made)
         if need > problem.workspace_bytes:
             raise BackendError(
                 f"{algo.config} needs {need} bytes of workspace, the call has "
@@ -235,10 +248,18 @@ class Lt:
         config = library.settings(library.algo_type.from_buffer_copy(words))
         return Algo(config["id"], 0, spell(config))
 
+    def _need(self, problem: Problem, algo: Any) -> int:
+        """The workspace that an algorithm needs. Raises BackendError where it cannot run."""
+        return problem.check(algo)[0]
+
     def _loaded(self) -> Library:
         if self._library is None:
-            self._library = Library(self.vendor, self._open())
+            self._library = Library(self._table(), self._open())
         return self._library
+
+    def _table(self) -> Vendor:
+        """The vendor's table for the GPU here."""
+        return self.vendor
 
     def _open(self) -> ctypes.CDLL:
         return lt_api.find(self.vendor)

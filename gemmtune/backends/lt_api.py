@@ -11,6 +11,8 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gemmtune.backends.base import Operands
@@ -34,6 +36,7 @@ class Vendor(NamedTuple):
     prefix: str  # of the functions
     libraries: Sequence[str]  # sonames, the newest first
     missing: str  # what to do where none is loaded
+    capability: str  # of its GPUs, as machine.Gpu spells it: a pattern of major and minor number
     algo_words: int  # 64-bit words in an algorithm's structure
     statuses: Mapping[int, str]
     ops: Mapping[str, int]  # N, T
@@ -43,10 +46,13 @@ class Vendor(NamedTuple):
     layout: Mapping[str, Attribute]
     desc: Mapping[str, Attribute]
     preference: Mapping[str, Attribute]
-    config: Mapping[str, Attribute]
-    caps: Mapping[str, Attribute]
-    clusters: Sequence[int]  # cluster shapes worth a try; no capability tells them
     workspace_bytes: int  # a call's workspace where the Gemm does not know it
+    heuristics: int  # results to ask for; the library returns what it has
+    # An algorithm is its settings, or where the library has none its structure's words, id first.
+    config: Mapping[str, Attribute] = MappingProxyType({})
+    caps: Mapping[str, Attribute] = MappingProxyType({})
+    clusters: Sequence[int] = ()  # cluster shapes worth a try; no capability tells them
+    words: Sequence[str] = ()
 
 
 _GEMM_TYPES = (c_int,) * 6  # compute, scale, A, B, C, D
@@ -56,6 +62,8 @@ _GET = (*_SET, c_void_p)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "Create": (c_void_p,),
     "Destroy": (c_void_p,),
+    "GetVersion": (c_void_p, c_void_p),
+    "GetGitRevision": (c_void_p, c_void_p),
     "MatrixLayoutCreate": (c_void_p, c_int, c_uint64, c_uint64, c_int64),
     "MatrixLayoutSetAttribute": _SET,
     "MatrixLayoutDestroy": (c_void_p,),
@@ -79,7 +87,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_void_p, c_size_t, c_void_p),  # algorithm, workspace, its size, stream
     ),
 }
-MOST_HEURISTICS = 200  # asked for; the library returns what it has
 MOST_IDS = 256
 
 
@@ -165,6 +172,8 @@ class Library:
 
     def settings(self, algo: Any) -> Config:
         """An algorithm's settings, read from its structure. Needs no device."""
+        if self.vendor.words:
+            return dict(zip(self.vendor.words, algo.data, strict=True))
         of = "MatmulAlgoConfig"
         return {name: self.get(of, byref(algo), at) for name, at in self.vendor.config.items()}
 
@@ -240,7 +249,7 @@ class Problem:
         }
         if g.bias_type != "-":
             values["bias_type"] = vendor.types[g.bias_type]
-        if g.fp8:
+        if g.fp8 and "fast_accum" in vendor.desc:
             values["fast_accum"] = g.fast_accum
         if pointers.gelu_in:
             values["gelu_ld"] = -(-g.m // 8) * 8
@@ -249,19 +258,20 @@ class Problem:
             self.library.set("MatmulDesc", made.value, vendor.desc[name], value)
         return made
 
-    def heuristic(self, count: int = MOST_HEURISTICS) -> list[tuple[Any, int]]:
+    def heuristic(self, wanted_count: int = 0) -> list[tuple[Any, int]]:
         """The library's own choices, its first one first: algorithm, and workspace it needs.
 
-        Raises BackendError where it has none.
+        As many as it has, or as are wanted. Raises BackendError where it has none.
         """
         library, vendor = self.library, self.library.vendor
+        count = wanted_count or vendor.heuristics
         preference = library.create("MatmulPreference")
         wanted = {"workspace": self.workspace_bytes}
         if self.gemm.align:
             wanted |= {f"align_{x}": self.gemm.align for x in "abcd"}
         for name, value in wanted.items():
-            attribute = vendor.preference[name]
-            library.set("MatmulPreference", preference.value, attribute, value)
+            if attribute := vendor.preference.get(name):  # not all vendors look at alignment
+                library.set("MatmulPreference", preference.value, attribute, value)
         results, found = (library.result_type * count)(), c_int()
         args = (self.handle.value, self.desc.value, *self.layouts, preference.value)
         library.call("MatmulAlgoGetHeuristic", *args, count, results, byref(found))
@@ -269,6 +279,14 @@ class Problem:
         if not good:
             raise BackendError(f"{vendor.title} has no algorithm for {self.gemm}")
         return [(r.algo, r.workspace) for r in good]
+
+    @cached_property
+    def listed(self) -> dict[bytes, int]:
+        """What the library lists, in its order: each algorithm's structure, and its workspace."""
+        found: dict[bytes, int] = {}
+        for algo, need in self.heuristic():
+            found.setdefault(bytes(algo), need)
+        return found
 
     def settings(self, algo: Any) -> Config:
         """An algorithm's settings, read from its structure."""
@@ -291,14 +309,16 @@ class Problem:
 
     def algo(self, config: Config) -> Any:
         """An algorithm's structure with these settings, which must be all. Raises BackendError."""
-        known = self.library.vendor.config
+        vendor = self.library.vendor
+        known = vendor.words or tuple(vendor.config)
         if set(config) != set(known):
             names = " ".join(f"{name}=…" for name in known)
-            raise BackendError(
-                f"not an algorithm of {self.library.vendor.title}, {names}: {config}"
-            )
+            raise BackendError(f"not an algorithm of {vendor.title}, {names}: {config}")
+        if vendor.words:
+            words = (c_uint64 * vendor.algo_words)(*(config[name] for name in known))
+            return self.library.algo_type(words)
         algo = self.blank(config["id"])
-        for name, attribute in known.items():
+        for name, attribute in vendor.config.items():
             if name != "id":
                 self.library.set("MatmulAlgoConfig", byref(algo), attribute, config[name])
         return algo

@@ -13,7 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -45,19 +45,33 @@ def library() -> Path:
     Raises BackendError: no compiler, a source that it refuses, a cache that cannot be written or
     whose path LD_PRELOAD cannot hold.
     """
-    folder = Path(platformdirs.user_cache_dir("gemmtune")) / "interposer" / _digest()
+    folder = cache("interposer", _digest())
     if any(c in str(folder) for c in " :"):
         raise BackendError(
             f"LD_PRELOAD cannot hold the path {folder}, for its blanks or colons: set "
             "XDG_CACHE_HOME to another folder"
         )
-    made = folder / NAME
+    return cached("interposer", _digest(), NAME, compile_to)
+
+
+def cache(kind: str, digest: str) -> Path:
+    """The folder of a library that is built from sources and settings of that digest."""
+    return Path(platformdirs.user_cache_dir("gemmtune")) / kind / digest
+
+
+def cached(kind: str, digest: str, name: str, make: Callable[[Path], None]) -> Path:
+    """The library in its folder, built there first where it is not: `make` writes it to a path.
+
+    Raises BackendError where the cache cannot be written, and what `make` raises.
+    """
+    folder = cache(kind, digest)
+    made = folder / name
     if not made.exists():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
-                fresh = Path(scratch) / NAME
-                compile_to(fresh)
+                fresh = Path(scratch) / name
+                make(fresh)
                 os.replace(fresh, made)
         except OSError as e:
             raise BackendError(

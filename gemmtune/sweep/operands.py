@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gemmtune import machine
 from gemmtune.backends.base import Operands
 from gemmtune.gemm import Gemm
 
@@ -123,7 +124,7 @@ def cache_bytes(device: str) -> int:
 
 
 def torch_type(name: str, device: str = "cpu") -> torch.dtype:
-    """torch's type for a type name; FP8 names are FNUZ on gfx942, OCP elsewhere."""
+    """torch's type for a type name; FP8 names are FNUZ on gfx94x, OCP elsewhere."""
     import torch
 
     if not name.startswith("float8"):
@@ -131,7 +132,7 @@ def torch_type(name: str, device: str = "cpu") -> torch.dtype:
     arch = ""
     if device != "cpu" and torch.version.hip:
         arch = torch.cuda.get_device_properties(device).gcnArchName
-    fnuz = arch.startswith("gfx942")
+    fnuz = machine.fnuz(arch)
     if name == "float8e4m3":
         return torch.float8_e4m3fnuz if fnuz else torch.float8_e4m3fn
     return torch.float8_e5m2fnuz if fnuz else torch.float8_e5m2
