@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from gemmtune import __version__, machine
-from gemmtune.backends import base
+from gemmtune.backends import base, hipblaslt_ext
 from gemmtune.errors import BackendError, GemmtuneError, UsageError
 from gemmtune.gemm import Gemm
 
@@ -65,6 +65,7 @@ def examine(root: str | os.PathLike[str] = "/") -> Report:
         Fact("CPU", f"{machine.cpu_name(top)}, {machine.cores()} cores"),
         _gpu(found, top),
         *_libraries(found, top),
+        *_amd(found),
         _torch_build(torch, broken, found),
         Fact("BLAS", ", ".join(_blas(torch)) or "unknown"),
         _transformer_engine(found),
@@ -214,6 +215,16 @@ def _libraries(found: Sequence[machine.Gpu], top: Path) -> Iterator[Fact]:
             yield Fact(name, f"{best}" + (f" (ROCm {release})" if release else ""))
         elif vendor in vendors:
             yield Fact(name, "not found", "install the torch that fits this GPU: it brings it")
+
+
+def _amd(found: Sequence[machine.Gpu]) -> Iterator[Fact]:
+    """What an AMD GPU is better served with."""
+    if "AMD" not in {gpu.vendor for gpu in found}:
+        return
+    what, _, step = hipblaslt_ext.missing().partition(": ")
+    older = f"cannot be built, {what} (only hipBLASLt before 2025 lists too little without)"
+    yield Fact("hipBLASLt's C++ interface", older if what else "can be built", step)
+    yield _package("amdsmi", "for the GPU's clock and power")
 
 
 def _torch_build(torch: ModuleType | None, broken: str, found: Sequence[machine.Gpu]) -> Fact:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ class OnCpu:
 
     device = "cpu"
 
-    def __init__(self, path: Path, **options: Any) -> None:
-        self.path = path
+    def __init__(self, path: Path, env: Mapping[str, str] | None = None, **options: Any) -> None:
+        self.path, self.env = path, env or {}
         super().__init__(**options)
 
     def _open(self) -> ctypes.CDLL:
+        os.environ.update(self.env)  # in worker processes too, whose server started before
         return ctypes.CDLL(str(self.path))
 
     def _stream(self) -> int:

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import fake_lt
 import pytest
 from click.testing import CliRunner
 
@@ -120,10 +121,13 @@ def test_a_gpu_is_described_with_the_torch_and_libraries_it_lacks(tmp_path, monk
     monkeypatch.setattr(machine, "gpus", lambda root: [MI300X, MI300X])
     monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
     found = facts(tmp_path)
     assert found["GPU"].value.startswith("2 x AMD Instinct MI300X gfx942, driver 6.10.5")
     assert "ROCm build" in found["torch"].next
     assert found["hipBLASLt"].value == "not found" and found["hipBLASLt"].next
+    assert found["hipBLASLt's C++ interface"].next.startswith("apt install hipblaslt-dev")
+    assert found["amdsmi"].next == "pip install amdsmi"
     library = tmp_path / "opt/rocm/lib/libhipblaslt.so.1.2.3"
     library.parent.mkdir(parents=True)
     library.touch()
@@ -137,6 +141,13 @@ def test_a_backend_works_only_when_its_result_is_right(monkeypatch):
         use(monkeypatch, cls)
         status = doctor.status("cpu", [])
         assert not status.works and "off by" in status.detail and status.next
+
+
+def test_the_hipblaslt_backend_works_over_the_stand_in(monkeypatch):
+    library = fake_lt.build("hipblaslt")
+    monkeypatch.setattr(base, "get", lambda name: fake_lt.FakeHip(library))
+    status = doctor.status("hipblaslt", [MI300X])
+    assert status.works and status.detail.endswith("(hipBLASLt 0.10.1-fa4e0001)")
 
 
 def test_a_backend_that_cannot_be_loaded_is_a_finding(monkeypatch):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
+import os
 import subprocess
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -11,11 +14,16 @@ import torch
 from fake_lt import FLAGS, HERE, LIBRARIES, FakeHip, build
 from test_lt import GEMMS, gemm
 
-from gemmtune import machine
+from gemmtune import machine, table
 from gemmtune.backends import base, hipblaslt_ext
 from gemmtune.backends.hipblaslt import HIPBLASLT, HipblasLt
+from gemmtune.dialects import te
+from gemmtune.dialects.convert import te_of
 from gemmtune.errors import BackendError
-from gemmtune.sweep import operands
+from gemmtune.gemm import Algo
+from gemmtune.sweep import operands, run, worker
+from gemmtune.sweep.plan import Options
+from gemmtune.table import Shape, Table
 
 GFX942 = machine.Gpu("AMD", "AMD Instinct MI300X", "gfx942")
 GFX950 = machine.Gpu("AMD", "AMD Instinct MI355X", "gfx950")
@@ -108,6 +116,10 @@ def test_a_layout_tells_its_batch_and_nothing_else(backend):
 @pytest.fixture
 def old(monkeypatch, tmp_path) -> FakeHip:
     """A build whose C API does not list everything, with ROCm's headers beside it."""
+    # The workers' server outlives the test, with the environment that it was started in.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "fake_lt"])
+    with worker._undisturbed():
+        forkserver.ensure_running()
     monkeypatch.setenv("FAKE_HIP_OLD", "1")
     monkeypatch.setenv("ROCM_PATH", str(HERE / "fake_rocm"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -118,7 +130,7 @@ def old(monkeypatch, tmp_path) -> FakeHip:
     source = HERE / "fake_hipblaslt.c"
     subprocess.run(["cc", "-std=c11", *FLAGS[:-2], "-fPIC", "-c", source, "-o", inner], check=True)
     include, face = HERE / "fake_rocm/include", HERE / "fake_rocm/hipblaslt-ext.cpp"
-    named = f"-Wl,-soname,{made.name}"
+    named = f"-Wl,-soname,libhipblaslt-{tmp_path.name}.so"  # the linker knows one of each name
     subprocess.run(
         [*words, *FLAGS, "-D__HIP_PLATFORM_AMD__", f"-I{include}", face, inner, named, "-o", made],
         check=True,
@@ -150,6 +162,47 @@ def test_what_the_list_leaves_out_is_found_by_the_cpp_interface(old, library, mo
 def test_a_library_without_that_cpp_interface_is_said(old, library):
     with pytest.raises(BackendError, match=r"not that of ROCm's headers .*undefined symbol"):
         FakeHip(library).algos(gemm())
+
+
+def test_a_winner_beyond_the_list_is_marked_and_in_the_table_only_where_te_takes_ids(
+    old, tmp_path, monkeypatch
+):
+    us = {1000 + 17 * i: 900 for i in range(40)} | {1000 + 17 * 20: 300, 1017: 600}
+    names = ("FAKE_HIP_OLD", "ROCM_PATH", "XDG_CACHE_HOME")
+    monkeypatch.setenv("FAKE_LT_US", ",".join(f"{index}:{held}" for index, held in us.items()))
+    backend = FakeHip(old.path, env={n: os.environ[n] for n in (*names, "FAKE_LT_US")})
+    shapes = Table([Shape(gemm(m=16, n=16, k=32, api="mm"))], {"device": "cpu"})
+    candidates, tuned = tmp_path / "candidates.csv", tmp_path / "tuned.csv"
+    run.sweep(shapes, backend, candidates, tuned, Options(seconds_per_shape=0.5))
+
+    def won() -> tuple[int, int, int]:
+        (row,) = table.read(tuned, table.Tuned).rows
+        return row.algo.algo_id, row.algo.aidx, row.ws_min
+
+    assert won() == (1017, 2, 0)  # no need of workspace, so its rank of 1 and one more
+    rows = {row.algo.algo_id: row for row in table.read(candidates, table.Candidate).rows}
+    assert "--te-direct" in rows[1340].reason and rows[1340].status == "finalist"
+    assert rows[1340].ratio > rows[1017].ratio and rows[1017].status == "winner"
+    run.reanalyse(candidates, tuned, 0.005, te_direct=True)
+    assert won()[0] == 1340
+    row = te.line_of(te_of(table.read(tuned, table.Tuned).rows[0]._replace(gemm=gemm())), "te-v1")
+    assert row.row.algo_id == 1340 and row.row.aidx >= 0
+
+
+@pytest.mark.parametrize(
+    ("need", "rank", "row"), [(0, 0, (0, 1)), (0, 7, (0, 8)), (64, 7, (0, 7)), (1, 0, (0, 0))]
+)
+def test_a_row_says_one_thing_that_transformer_engine_has_to_put_right(need, rank, row):
+    made = te.te_row(table.Tuned(904, gemm(), need, table.WS_MAX, Algo(5, rank, "id=5")))
+    assert (made.ws_min, made.algo.aidx) == row
+    # TE stores what it looked up where the need or the place in the list is another than the row's;
+    # its search starts at aidx, or at 0 where the list is shorter (rocm_gemm.cu).
+    listed = [0] * rank + [5]
+    start = made.algo.aidx if made.algo.aidx < len(listed) else 0
+    found = next(
+        i % len(listed) for i in range(start, start + len(listed)) if listed[i % len(listed)]
+    )
+    assert found == rank and (need, found) != (made.ws_min, made.algo.aidx)
 
 
 def test_without_rocms_headers_the_list_alone_is_used(old, monkeypatch, tmp_path):

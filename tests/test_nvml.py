@@ -1,4 +1,4 @@
-"""The driver's readings, over a stand-in for pynvml: what is not answered is left out."""
+"""The drivers' readings, over stand-ins for pynvml and amdsmi: what is not answered is left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import scripted
 
-from gemmtune import nvml
+from gemmtune import gpu, nvml
 from gemmtune.sweep import measure, plan, run
 from gemmtune.sweep.plan import Options
 from gemmtune.table import Shape, Table
@@ -101,3 +101,81 @@ def test_memory_grows_with_operands_and_the_whole_check_is_bounded():
     head = scripted.gemm(128_256)._replace(n=8192, k=4096, lda=128_256, ldb=4096, ldd=128_256)
     assert 10 << 30 < measure.memory_bytes(head) < 60 << 30
     assert measure.memory_bytes(scripted.gemm(32)) < 300 << 20
+
+
+AMD_UUID = "GPU-9a3f00c2deadbeef"
+
+
+def amdsmi(**more):
+    """A stand-in for AMD's package, with what it answers of two GPUs; exceptions are raised."""
+    answers = {
+        "amdsmi_get_gpu_enumeration_info": {"hip_uuid": AMD_UUID},
+        "amdsmi_get_clock_info": {"clk": 1320, "max_clk": 2100, "clk_locked": "N/A"},
+        "amdsmi_get_power_info": {"socket_power": "N/A", "current_socket_power": 748},
+        "amdsmi_get_temp_metric": 71,
+        "amdsmi_get_gpu_vram_usage": {"vram_total": 196592, "vram_used": 196000},
+        "amdsmi_get_gpu_process_list": [
+            {"pid": 41, "memory_usage": {"vram_mem": 1 << 30}},
+            {"pid": 42, "memory_usage": {"vram_mem": 0}},
+        ],
+        **more,
+    }
+    state = SimpleNamespace(open=0, asked=[])
+
+    def answering(name):
+        def call(handle, *args):
+            if handle == "other":
+                return {"hip_uuid": "GPU-0", "asic_serial": "0x0"}
+            state.asked.append((name, *args))
+            if isinstance(answers[name], Exception):
+                raise answers[name]
+            return answers[name]
+
+        return call
+
+    return SimpleNamespace(
+        state=state,
+        amdsmi_init=lambda: setattr(state, "open", state.open + 1),
+        amdsmi_shut_down=lambda: setattr(state, "open", state.open - 1),
+        amdsmi_get_processor_handles=lambda: ["other", "it"],
+        AmdSmiClkType=SimpleNamespace(GFX="gfx"),
+        AmdSmiTemperatureType=SimpleNamespace(HOTSPOT="hotspot"),
+        AmdSmiTemperatureMetric=SimpleNamespace(CURRENT="current"),
+        **{name: answering(name) for name in answers},
+    )
+
+
+@pytest.fixture
+def amd(monkeypatch):
+    def use(**more):
+        found = amdsmi(**more)
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+        monkeypatch.setitem(sys.modules, "amdsmi", found)
+        return found.state
+
+    return use
+
+
+def test_an_amd_gpu_answers_through_the_same_interface(amd):
+    state = amd()
+    assert gpu.read(AMD_UUID) == (1320, 748.0, 71, (), 592 << 20, (41,))
+    assert ("amdsmi_get_clock_info", "gfx") in state.asked and state.open == 0
+    assert gpu.read("GPU-1") == nvml.Reading() and state.open == 0
+
+
+def test_an_amd_gpu_of_older_packages_is_found_by_its_serial(amd):
+    lacks = {"amdsmi_get_gpu_enumeration_info": AttributeError("older")}
+    serial = {"amdsmi_get_gpu_asic_info": {"asic_serial": "0x9A3F00C2DEADBEEF"}}
+    amd(**lacks, **serial, amdsmi_get_clock_info={"cur_clk": 900})
+    assert gpu.read(AMD_UUID).sm_mhz == 900
+
+
+def test_what_an_amd_gpu_does_not_answer_is_left_out(amd):
+    amd(amdsmi_get_power_info=RuntimeError("N/A"), amdsmi_get_temp_metric="N/A")
+    assert gpu.read(AMD_UUID)[:3] == (1320, 0.0, 0)
+
+
+def test_a_package_without_its_library_says_nothing(amd, monkeypatch):
+    amd()
+    monkeypatch.setattr(sys.modules["amdsmi"], "amdsmi_init", lambda: sys.exit(1))
+    assert gpu.read(AMD_UUID) == nvml.Reading()

@@ -119,10 +119,10 @@ class HipblasLt(Lt):
         extension = self._extend()
         known = {config["id"] for config in chosen}
         for algo in extension.all(problem) if extension else ():
-            config = problem.settings(algo)
+            config = {**chosen[0], "id": problem.settings(algo)["id"]}  # held to that workspace
             if config["id"] in known or extension is None:
                 continue
-            need = extension.need(problem, algo)
+            need = extension.need(problem, problem.algo(config))
             if need is not None and need <= problem.workspace_bytes:
                 yield config, need
 

@@ -119,6 +119,12 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     is_flag=True,
     help="Measure nothing: both tables anew from the samples kept, e.g. with another --min-gain.",
 )
+@click.option(
+    "--te-direct",
+    is_flag=True,
+    help="AMD: also algorithms that hipBLASLt does not list, for a Transformer Engine that takes "
+    "their ids directly.",
+)
 @click.option("--force", is_flag=True, help="Sweep a GPU's shapes on a CPU (with --backend cpu).")
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON.")
 def sweep(
@@ -135,6 +141,7 @@ def sweep(
     numerics: str,
     fresh: bool,
     reanalyse: bool,
+    te_direct: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -149,7 +156,7 @@ def sweep(
     beside = Path() if textfile.is_special(output) else Path(output).parent
     path = candidates or str(beside / "candidates.csv")
     if reanalyse:
-        summary = run.reanalyse(path, output, min_gain)
+        summary = run.reanalyse(path, output, min_gain, te_direct)
     elif shapes is None:
         raise click.UsageError("Missing argument 'SHAPES' (only --reanalyse goes without).")
     else:
@@ -160,6 +167,7 @@ def sweep(
             threads=threads,
             seed=seed,
             fresh=fresh,
+            te_direct=te_direct,
             force=force and backend == "cpu",
             budget_s=budget,
         )

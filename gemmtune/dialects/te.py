@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from gemmtune.errors import TableError
 from gemmtune.gemm import EPILOGUES, FP8_TYPES
-from gemmtune.table import read_provenance, split_lines
+from gemmtune.table import Tuned, read_provenance, split_lines
 
 TYPES = ("float32", "float16", "bfloat16", *FP8_TYPES)
 BLANKS = " \t\n\r\f\v"  # what TE strips from a row
@@ -171,6 +171,19 @@ def read(text: str, name: str = "table") -> Document:
 def write(document: Document) -> str:
     """The text of a table: its lines as they stand."""
     return "".join(line.text for line in document.lines)
+
+
+def te_row(row: Tuned) -> Tuned:
+    """A row that says the algorithm's need (ws_min) and rank (aidx), as TE keeps it in memory.
+
+    A row that is exactly right TE looks up anew at every GEMM: it stores in memory only what it had
+    to put right, ws_min or aidx (rocm_gemm.cu, GemmAlgoCache). So ws_min is 0 where the need is
+    above, else aidx is one more than the rank: TE's search starts there and wraps round. A TE that
+    takes ids directly puts only ws_min right, and looks a row without a need up at every GEMM.
+    """
+    if row.ws_min:
+        return row._replace(ws_min=0)
+    return row._replace(algo=row.algo._replace(aidx=row.algo.aidx + 1))
 
 
 def line_of(row: Row, dialect: str) -> Line:

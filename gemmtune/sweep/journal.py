@@ -138,7 +138,7 @@ class Journal:
     def begin(self, task: Task, calls: float, share: float, choices: list[Choice]) -> Record:
         """Begin a Gemm; an earlier record of it no longer counts."""
         asked = {**task._asdict(), "gemm": task.gemm._asdict()}
-        found = [[*choice.algo, choice.ws_bytes] for choice in choices]
+        found = [[*c.algo, c.ws_bytes, *[1] * c.unlisted] for c in choices]
         self._write({"begin": asked, "calls": calls, "share": share, "choices": found})
         record = Record(self.held.begun, task, calls, share, choices)
         self.held.begun += 1
@@ -263,8 +263,10 @@ def _take(entry: Any, held: Held, begun: list[Record]) -> None:
         return
     if "begin" in entry:
         choices = [
-            Choice(Algo(_of(i, int), _of(x, int), _of(config, str)), _of(ws_bytes, int))
-            for i, x, config, ws_bytes in entry["choices"]
+            Choice(
+                Algo(_of(i, int), _of(x, int), _of(config, str)), _of(ws_bytes, int), rest == [1]
+            )
+            for i, x, config, ws_bytes, *rest in entry["choices"]
         ]
         task = _task(entry["begin"])
         calls, share = _number(entry["calls"]), _number(entry["share"])

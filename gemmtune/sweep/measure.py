@@ -23,15 +23,22 @@ CLOCK_TRIES = 3  # a clock that is set back once spoils one sample and not the a
 
 
 class Choice(NamedTuple):
-    """An algorithm of a Gemm and the workspace that it needs."""
+    """An algorithm of a Gemm and the workspace that it needs.
+
+    `unlisted`: a job that looks its algorithms up in the library's list cannot have it.
+    """
 
     algo: Algo
     ws_bytes: int
+    unlisted: bool = False
 
 
 def choices(backend: Backend, gemm: Gemm) -> list[Choice]:
     """The algorithms in the backend's order, the default first."""
-    return [Choice(a, backend.workspace_bytes(gemm, a)) for a in backend.algos(gemm)]
+    unlisted = getattr(backend, "unlisted", lambda gemm, algo: False)  # hipBLASLt's alone has it
+    return [
+        Choice(a, backend.workspace_bytes(gemm, a), unlisted(gemm, a)) for a in backend.algos(gemm)
+    ]
 
 
 def memory_bytes(gemm: Gemm) -> int:

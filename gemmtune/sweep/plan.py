@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gemmtune import machine, nvml, table
+from gemmtune import gpu, machine, table
 from gemmtune.backends.base import Backend
 from gemmtune.gemm import Gemm
 from gemmtune.sweep import budget, measure
@@ -33,6 +33,7 @@ class Options(NamedTuple):
     force: bool = False
     timeout_s: float | None = None
     budget_s: float = 0.0
+    te_direct: bool = False
 
 
 class Plan(NamedTuple):
@@ -104,7 +105,7 @@ def _unsupported(gemm: Gemm, backend: Backend, room: int) -> str | None:
 def _room(backend: Backend) -> int:
     """Half of the GPU's free memory: the rest may be a job's. 0: not known, or not a GPU's."""
     found = machine.gpus() if backend.device != "cpu" else []
-    return nvml.read(found[0].uuid).free_bytes // 2 if found else 0
+    return gpu.read(found[0].uuid).free_bytes // 2 if found else 0
 
 
 class Purse:

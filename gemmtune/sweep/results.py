@@ -22,6 +22,10 @@ from gemmtune.sweep.journal import Record
 from gemmtune.sweep.search import Answer, Ask, Task, Verdict, choose, search
 from gemmtune.table import Candidate, Tuned
 
+UNLISTED = (
+    "beyond the library's list: only a Transformer Engine that takes ids directly could use it, "
+    "for which --te-direct puts it into the tuned table"
+)
 # Stands in the row of a Gemm of which nothing could be measured.
 NO_ALGO = Algo(0, 0, "-")
 
@@ -114,7 +118,7 @@ def conduct(
         number += len(asks)
 
 
-def rows_of(record: Record, min_gain: float) -> list[Candidate]:
+def rows_of(record: Record, min_gain: float, te_direct: bool = False) -> list[Candidate]:
     """The rows of a recorded Gemm, the default's first. Raises Unfinished or Diverged."""
 
     def missing(number: int, asks: Sequence[Ask]) -> list[Answer]:
@@ -129,7 +133,7 @@ def rows_of(record: Record, min_gain: float) -> list[Candidate]:
         verdicts = conduct(record.task, configs, record.answered, missing)
     except BackendError as e:
         return failed_rows(record.task.gemm, str(e))
-    return candidate_rows(record, verdicts, min_gain)
+    return candidate_rows(record, verdicts, min_gain, te_direct)
 
 
 def failed_rows(gemm: Gemm, reason: str) -> list[Candidate]:
@@ -137,10 +141,16 @@ def failed_rows(gemm: Gemm, reason: str) -> list[Candidate]:
     return [Candidate(gemm, NO_ALGO, "failed", reason)]
 
 
-def candidate_rows(record: Record, verdicts: Sequence[Verdict], min_gain: float) -> list[Candidate]:
-    """A row for each algorithm tried, in the backend's order; `min_gain` chooses the winner."""
+def candidate_rows(
+    record: Record, verdicts: Sequence[Verdict], min_gain: float, te_direct: bool = False
+) -> list[Candidate]:
+    """A row for each algorithm tried, in the backend's order; `min_gain` chooses the winner.
+
+    What is unlisted wins with `te_direct` alone.
+    """
     last = {i: v.ratio for i, v in enumerate(verdicts) if v.status in ("finalist", "winner")}
-    won = choose(last, min_gain)
+    barred = {i for i in last if record.choices[i].unlisted and not te_direct}
+    won = choose({i: ratio for i, ratio in last.items() if i not in barred}, min_gain)
     rows = []
     for index, (choice, v) in enumerate(zip(record.choices, verdicts, strict=True)):
         if v.status == "untried":
@@ -148,9 +158,10 @@ def candidate_rows(record: Record, verdicts: Sequence[Verdict], min_gain: float)
         status = ("winner" if index == won else "finalist") if index in last else v.status
         # 0: not known
         bounds = (v.ratio.low, v.ratio.high) if math.isfinite(v.ratio.high) else (0.0, 0.0)
+        reason = UNLISTED if index in barred else v.reason
         rows.append(
             Candidate(
-                *(record.task.gemm, choice.algo, status, v.reason, v.time_us),
+                *(record.task.gemm, choice.algo, status, reason, v.time_us),
                 *(v.ratio.ratio, *bounds, v.samples, v.regime),
             )
         )

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemmtune import __version__, machine, nvml, table, textfile
+from gemmtune import __version__, gpu, machine, table, textfile
+from gemmtune.backends import base
 from gemmtune.backends.base import Backend
+from gemmtune.dialects.te import te_row
 from gemmtune.errors import BackendError, Incompatible, UsageError
 from gemmtune.gemm import Gemm
 from gemmtune.sweep import journal
@@ -74,11 +76,11 @@ def sweep(
     """
     _refuse_gpu_shapes(shapes, backend, options)
     threads = thread_count(shapes.provenance, options)
+    uuid = gpu_uuid(backend)
+    notes = _shared(uuid)  # before this process holds the GPU itself
     provenance = _provenance(shapes.provenance, backend, options, threads)
     path = _check_paths(candidates_path, tuned_path)
     plan = make_plan(shapes.rows, backend, options)
-    uuid = gpu_uuid(backend)
-    notes = _shared(uuid)
     if not path.exists() and Path(candidates_path).is_file():
         kept = textfile.set_aside(candidates_path)
         notes.append(f"{candidates_path} has no journal of its samples: kept as {kept}")
@@ -93,7 +95,9 @@ def sweep(
         return running.run(notes)
 
 
-def reanalyse(candidates_path: PathLike, tuned_path: PathLike, min_gain: float) -> Summary:
+def reanalyse(
+    candidates_path: PathLike, tuned_path: PathLike, min_gain: float, te_direct: bool = False
+) -> Summary:
     """Both tables anew from the journal, with another least gain; nothing is measured.
 
     Raises UsageError or TableError where there is no journal that can be read.
@@ -106,7 +110,7 @@ def reanalyse(candidates_path: PathLike, tuned_path: PathLike, min_gain: float) 
         unswept: dict[Gemm, float] = {}
         for gemm, record in held.records.items():
             try:
-                rows[gemm] = rows_of(record, min_gain)
+                rows[gemm] = rows_of(record, min_gain, te_direct)
             except Unfinished:
                 unswept[gemm] = record.share
             except Diverged:
@@ -143,6 +147,8 @@ def write_tables(
     machine_made = held.provenance.get("machine") or {}
     dev_cap = machine_made.get("dev_cap") or 0
     tuned = [row for record, block in done if (row := tuned_row(record, block, dev_cap))]
+    if made.get("backend") in base.PREFERRED["AMD"]:
+        tuned = [te_row(row) for row in tuned]
     table.write(candidates_path, [row for _, block in done for row in block], Candidate, made)
     table.write(tuned_path, tuned, Tuned, made)
     return made
@@ -209,7 +215,7 @@ class _Sweep:
                 self.anew.add(gemm)
                 continue
             try:
-                self.rows[gemm] = rows_of(record, self.options.min_gain)
+                self.rows[gemm] = rows_of(record, self.options.min_gain, self.options.te_direct)
             except Unfinished:
                 pass
             except Diverged:
@@ -257,13 +263,13 @@ class _Sweep:
             except BackendError as e:
                 log.fail(record, str(e))
                 return failed_rows(gemm, str(e))
-            return candidate_rows(record, verdicts, options.min_gain)
+            return candidate_rows(record, verdicts, options.min_gain, options.te_direct)
 
     def _read_gpu(self, record: journal.Record) -> None:
         now = time.monotonic()
         if self.uuid and now - self._read_at >= READ_S:
             self._read_at = now
-            self.journal.reading(record, nvml.read(self.uuid)._asdict())
+            self.journal.reading(record, gpu.read(self.uuid)._asdict())
 
     def _timing_s(self, gemm: Gemm) -> float:
         """What the timing of a Gemm took, as far as its answers tell."""
@@ -317,7 +323,7 @@ def gpu_uuid(backend: Backend) -> str:
 
 def _shared(uuid: str) -> list[str]:
     """Who else is on the GPU, asked before any worker of this sweep is."""
-    others = nvml.read(uuid).others if uuid else ()
+    others = gpu.read(uuid).others if uuid else ()
     if not others:
         return []
     pids = ", ".join(map(str, others))

@@ -1,0 +1,12 @@
+"""What the driver says of one GPU at this moment, whoever made it."""
+
+from __future__ import annotations
+
+from gemmtune import amd_smi, nvml
+from gemmtune.nvml import Reading
+
+
+def read(uuid: str) -> Reading:
+    """The GPU of that uuid (machine.Gpu.uuid). Never raises."""
+    found = nvml.read(uuid)
+    return amd_smi.read(uuid) if found == Reading() else found
