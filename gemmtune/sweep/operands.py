@@ -16,9 +16,10 @@ from gemmtune.gemm import Gemm
 if TYPE_CHECKING:
     import torch
 
-MAX_BYTES = 256 << 20  # of all sets together: what a machine that runs a job can spare
+MAX_BYTES = 512 << 20  # of all sets together: what a machine that runs a job can spare
 MAX_SETS = 1024  # beyond, making the tensors of tiny Gemms costs more than timing them
 UNKNOWN_CACHE_BYTES = 32 << 20
+INFINITY_CACHE_BYTES = 256 << 20  # of gfx942 and gfx950, beyond the caches that torch tells of
 
 # The powers of two by which verify scales x and w: results must neither overflow the type nor be
 # lost below its smallest normal number.
@@ -113,7 +114,10 @@ def cache_bytes(device: str) -> int:
     import torch
 
     if device != "cpu":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+        gpu = torch.cuda.get_device_properties(device)
+        if getattr(gpu, "gcnArchName", "").startswith(("gfx94", "gfx95")):
+            return INFINITY_CACHE_BYTES
+        return int(gpu.L2_cache_size)
     for level in (3, 2):
         try:
             with open(f"/sys/devices/system/cpu/cpu0/cache/index{level}/size") as f:
