@@ -27,7 +27,10 @@ BACKENDS = {
 PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}
 
 # What makes the library to be preloaded into jobs, for backends whose calls are caught by one.
-PRELOADS = {"cublaslt": "gemmtune.interposer.build:library"}
+PRELOADS = {
+    "cublaslt": "gemmtune.interposer.build:library",
+    "hipblaslt": "gemmtune.interposer.build:hip_library",
+}
 
 
 class Operands(NamedTuple):

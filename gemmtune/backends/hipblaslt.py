@@ -91,7 +91,7 @@ class HipblasLt(Lt):
     vendor = HIPBLASLT
     _extension: Extension | None = None
 
-    def _table(self) -> Vendor:
+    def table(self) -> Vendor:
         """FP8 is FNUZ on gfx942 and OCP on gfx950."""
         found = machine.gpus()
         if found and machine.fnuz(found[0].capability):

@@ -254,10 +254,10 @@ class Lt:
 
     def _loaded(self) -> Library:
         if self._library is None:
-            self._library = Library(self._table(), self._open())
+            self._library = Library(self.table(), self._open())
         return self._library
 
-    def _table(self) -> Vendor:
+    def table(self) -> Vendor:
         """The vendor's table for the GPU here."""
         return self.vendor
 

@@ -1,5 +1,6 @@
 /* Catches cublasGemmEx and cublasGemmStridedBatchedEx, and the workspaces that their handles are given.
  * A choice is launched through the newer API, all else by the call that the job made. */
+#ifndef GEMMTUNE_HIP /* see vendor.h */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -20,30 +21,30 @@ static Given given[MOST_HANDLES];
 static int handles; /* places of `given` that were ever used */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-void given_lock(void) { pthread_mutex_lock(&lock); }
-void given_unlock(void) { pthread_mutex_unlock(&lock); }
-void given_fork_child(void) { pthread_mutex_init(&lock, NULL); }
+void kept_lock(void) { pthread_mutex_lock(&lock); }
+void kept_unlock(void) { pthread_mutex_unlock(&lock); }
+void kept_fork_child(void) { pthread_mutex_init(&lock, NULL); }
 
 static void remember(void *handle, void *workspace, size_t bytes)
 {
     Given *own = NULL, *empty = NULL;
-    given_lock();
+    kept_lock();
     for (int i = 0; i < handles && !own; i++) {
         if (given[i].handle == handle) own = &given[i];
         else if (!given[i].handle) empty = &given[i];
     }
     if (!own && workspace) own = empty ? empty : handles < MOST_HANDLES ? &given[handles++] : NULL;
     if (own) *own = workspace ? (Given){handle, workspace, bytes} : (Given){NULL, NULL, 0};
-    given_unlock();
+    kept_unlock();
 }
 
 static Given workspace_of(void *handle)
 {
     Given found = {handle, NULL, 0};
-    given_lock();
+    kept_lock();
     for (int i = 0; i < handles; i++)
         if (given[i].handle == handle) found = given[i];
-    given_unlock();
+    kept_unlock();
     return found;
 }
 
@@ -248,3 +249,4 @@ EXPORT int BLAS(GemmStridedBatchedEx)(void *handle, int trans_a, int trans_b, in
     };
     return blas_dispatch(&x);
 }
+#endif

@@ -25,6 +25,7 @@ FLAGS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "
 WARNINGS = ("-Wall", "-Wextra", "-Werror")  # for the tests: a user's compiler may know more of them
 COMPILERS = ("cc", "gcc", "clang")
 NAME = "libgemmtune.so"
+HIP = "-DGEMMTUNE_HIP"  # of hipBLASLt in place of cuBLASLt
 
 
 def compiler() -> list[str]:
@@ -39,19 +40,25 @@ def compiler() -> list[str]:
     )
 
 
-def library() -> Path:
-    """The interposer's path, built first where it is not yet in the cache.
+def hip_library() -> Path:
+    """The interposer of hipBLASLt; see `library`."""
+    return library((HIP,))
+
+
+def library(flags: Sequence[str] = ()) -> Path:
+    """The interposer's path, built with these flags besides where it is not yet in the cache.
 
     Raises BackendError: no compiler, a source that it refuses, a cache that cannot be written or
     whose path LD_PRELOAD cannot hold.
     """
-    folder = cache("interposer", _digest())
+    digest = _digest(flags)
+    folder = cache("interposer", digest)
     if any(c in str(folder) for c in " :"):
         raise BackendError(
             f"LD_PRELOAD cannot hold the path {folder}, for its blanks or colons: set "
             "XDG_CACHE_HOME to another folder"
         )
-    return cached("interposer", _digest(), NAME, compile_to)
+    return cached("interposer", digest, NAME, lambda out: compile_to(out, flags))
 
 
 def cache(kind: str, digest: str) -> Path:
@@ -92,8 +99,10 @@ def compile_to(out: Path, flags: Sequence[str] = ()) -> None:
         raise BackendError(f"{words[0]} cannot build the interposer: {reason}")
 
 
-def _digest() -> str:
-    found = hashlib.sha256(" ".join((*FLAGS, platform.machine(), *platform.libc_ver())).encode())
+def _digest(flags: Sequence[str]) -> str:
+    found = hashlib.sha256(
+        " ".join((*FLAGS, *flags, platform.machine(), *platform.libc_ver())).encode()
+    )
     for path in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]

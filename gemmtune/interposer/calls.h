@@ -44,9 +44,15 @@ static inline int nonzero(const void *scalar, int type)
     return (bits << (64 - 8 * size + 1)) != 0; /* without the sign: -0 is 0 */
 }
 
-/* The workspaces that the job gave its handles (blas.c). */
-void given_lock(void);
-void given_unlock(void);
-void given_fork_child(void);
+/* What is kept beside the calls: the workspaces that the job gave its handles (blas.c), or what it
+ * made its descriptors of (kept.c). */
+void kept_lock(void);
+void kept_unlock(void);
+void kept_fork_child(void);
+
+#ifdef GEMMTUNE_HIP
+int kept_layout(void *of, int attribute, void *to, size_t size, size_t *written);
+int kept_desc(void *of, int attribute, void *to, size_t size, size_t *written);
+#endif
 
 #endif

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from gemmtune.backends import lt
 from gemmtune.backends.cublaslt import CublasLt
+from gemmtune.backends.hipblaslt import HipblasLt
 from gemmtune.backends.lt_api import Vendor
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
@@ -36,7 +37,6 @@ _SIZES = ("m", "n", "k")
 _LENGTHS = ("lda", "ldb", "ldd", "stride_a", "stride_b", "stride_d")
 _NAMED = ("trans_a", "trans_b", "type_a", "type_b", "type_d", "bias_type", "epi", "comp", "scale")
 _NUMBERS = ("beta", "batch", "fast_accum", "scale_mode", "align")
-_SETTINGS = 9
 _NO_BIAS = -1
 
 
@@ -49,12 +49,11 @@ class Key(ctypes.Structure):
     ]
 
 
-class Row(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("key", Key),
-        ("settings", c_uint32 * _SETTINGS),
-        ("unused", c_uint32),
-    ]
+def row_type(vendor: Vendor) -> Any:
+    """The C structure Row: a key, and an algorithm's settings or the halves of its words."""
+    settings = c_uint32 * (len(vendor.config) or 2 * vendor.algo_words)
+    fields = [("key", Key), ("settings", settings), ("unused", c_uint32)]
+    return type("Row", (ctypes.Structure,), {"_fields_": fields})
 
 
 def launch_type(algo_words: int) -> Any:
@@ -135,7 +134,8 @@ class Interposer:
         self._choose.argtypes = (ctypes.c_void_p, c_size_t)
         self._drain.argtypes, self._drain.restype = (ctypes.c_void_p, c_size_t), c_size_t
         self._faults.argtypes, self._faults.restype = (ctypes.c_void_p, c_size_t), c_size_t
-        self._backend, self._vendor = backend, backend.vendor
+        self._backend, self._vendor = backend, backend.table()
+        self._row = row_type(self._vendor)
         self._translation = Translation(self._vendor)
         self._launches = (launch_type(self._vendor.algo_words) * ROOM)()
         self._spelled: dict[bytes, Gemm | None] = {}
@@ -155,16 +155,22 @@ class Interposer:
                 continue
             settings = self._settings(algo)
             self._chosen[gemm, settings] = algo
-            rows.append(Row(key, (c_uint32 * _SETTINGS)(*settings)))
-        if self._choose((Row * len(rows))(*rows), len(rows)):
+            rows.append(self._row(key, settings))
+        if self._choose((self._row * len(rows))(*rows), len(rows)):
             raise BackendError("no memory for the table in the job")
 
     def _settings(self, algo: Algo) -> tuple[int, ...]:
-        """An algorithm's settings by their attributes' numbers. Raises BackendError."""
-        numbers = [0] * _SETTINGS
+        """An algorithm's settings by their attributes' numbers, or the halves of its words.
+
+        Raises BackendError.
+        """
         known, config = self._vendor.config, lt.parse(algo.config)
-        if set(known) != set(config):
+        if set(known) | set(self._vendor.words) != set(config):
             raise BackendError(f"not an algorithm of {self._vendor.title}: {algo.config}")
+        if self._vendor.words:
+            words = [config[name] for name in self._vendor.words]
+            return tuple(half for word in words for half in (word & 0xFFFFFFFF, word >> 32))
+        numbers = [0] * len(known)
         for name, attribute in known.items():
             numbers[attribute.number] = config[name]
         return tuple(numbers)
@@ -188,7 +194,7 @@ class Interposer:
             return None
         words = bytes(launch.algo)
         if launch.applied:
-            settings = tuple((c_uint32 * _SETTINGS).from_buffer_copy(words))
+            settings = tuple((c_uint32 * (self._row.settings.size // 4)).from_buffer_copy(words))
             algo: Algo | None = self._chosen[gemm, settings]
         else:
             if words not in self._unpacked:
@@ -238,3 +244,9 @@ class InterposerApplier:
     def close(self) -> None:
         self._interposer.mode(False)
         self._interposer.choose({})
+
+
+class HipApplier(InterposerApplier):
+    """The same over hipBLASLt. Not yet run on an AMD GPU."""
+
+    backend: ClassVar[type[lt.Lt]] = HipblasLt

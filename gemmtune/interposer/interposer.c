@@ -3,13 +3,18 @@
  * Each call's Key is made afresh from its descriptors (lt.c, blas.c): their addresses recur with other
  * contents. Whatever goes wrong in here, the call goes through as the job made it, and is counted by reason. */
 #include <pthread.h>
+#include <stdlib.h>
 
 #include "calls.h"
 
 static atomic_uint mode_;
 static _Atomic uint64_t faults[REASONS];
 _Thread_local int inside;
+#ifdef GEMMTUNE_HIP
+static _Atomic(void *) make_preference, set_preference, drop_preference, heuristic;
+#else
 static _Atomic(void *) algo_init, algo_set, algo_check;
+#endif
 
 void fault(Reason reason) { atomic_fetch_add_explicit(&faults[reason], 1, memory_order_relaxed); }
 
@@ -30,6 +35,45 @@ static int launch(const Call *call, Cell *cell, const uint64_t *words, Algo *cou
     return status;
 }
 
+#ifdef GEMMTUNE_HIP
+/* Looks for a choice in the library's list, as no function of its C API checks an algorithm: among
+ * the first ones, then in all. FINE, and then it is made; or REFUSED. */
+static Reason look_up(Algo *choice, const Call *call, const Plan *p, uint64_t ws_bytes)
+{
+    LtPreferenceCreate *create = LT_FUNCTION(LtPreferenceCreate, make_preference, MatmulPreferenceCreate);
+    LtSet *set = LT_FUNCTION(LtSet, set_preference, MatmulPreferenceSetAttribute);
+    LtDestroy *drop = LT_FUNCTION(LtDestroy, drop_preference, MatmulPreferenceDestroy);
+    LtHeuristic *list = LT_FUNCTION(LtHeuristic, heuristic, MatmulAlgoGetHeuristic);
+    enum { FIRST = 64, ALL = 10000 };
+    void *preference = NULL;
+    LtResult *results = calloc(ALL, sizeof *results);
+    Reason reason = REFUSED;
+    if (results && create && set && drop && list && !create(&preference)) {
+        int count = 0, ready = !set(preference, PREFERENCE_WORKSPACE, &ws_bytes, sizeof ws_bytes);
+        for (int wanted = FIRST; ready && reason; wanted = ALL) {
+            if (list(call->handle, p->desc, p->a, p->b, p->c, p->d, preference, wanted, results, &count))
+                count = 0;
+            for (int i = 0; i < count && reason; i++)
+                if (!results[i].state && results[i].algo[0] == choice->words[0]) {
+                    memcpy(choice->made, results[i].algo, sizeof choice->made);
+                    reason = FINE;
+                }
+            if (wanted == ALL || count < FIRST) break;
+        }
+        drop(preference);
+    }
+    free(results);
+    return reason;
+}
+
+static Reason make(Algo *choice, const Call *call, Cell *cell)
+{
+    const Plan *p = call->plan(call, cell);
+    if (!p) return REFUSED;
+    if (look_up(choice, call, p, cell->key.ws_bytes) == FINE) return FINE;
+    return look_up(choice, call, p, UINT64_MAX) == FINE ? WORKSPACE : REFUSED;
+}
+#else
 /* Makes a choice into the library's structure and has it checked; FINE, or why not. */
 static Reason make(Algo *choice, const Call *call, Cell *cell)
 {
@@ -56,6 +100,8 @@ static Reason make(Algo *choice, const Call *call, Cell *cell)
         return REFUSED;
     return result.workspace > g->ws_bytes ? WORKSPACE : FINE;
 }
+
+#endif
 
 /* Whether a choice can be launched; it is made at its first call. */
 static Reason ready(Algo *choice, const Call *call, Cell *cell)
@@ -117,7 +163,7 @@ EXPORT size_t gemmtune_faults(uint64_t *to, size_t room)
 
 static void before_fork(void)
 {
-    given_lock();
+    kept_lock();
     timing_lock();
     table_lock();
 }
@@ -126,7 +172,7 @@ static void in_parent(void)
 {
     table_unlock();
     timing_unlock();
-    given_unlock();
+    kept_unlock();
 }
 
 /* What the parent counted is the parent's to tell. */
@@ -134,7 +180,7 @@ static void in_child(void)
 {
     table_fork_child();
     timing_fork_child();
-    given_fork_child();
+    kept_fork_child();
     for (int i = 0; i < REASONS; i++) atomic_store(&faults[i], 0);
 }
 

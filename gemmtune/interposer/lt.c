@@ -1,7 +1,15 @@
 /* Catches cublasLtMatmul: its key, and the call as the job made it or with another algorithm. */
 #include "calls.h"
 
-static _Atomic(void *) lt_matmul, lt_get_layout, lt_get_desc;
+static _Atomic(void *) lt_matmul;
+#ifdef GEMMTUNE_HIP
+#define GET_LAYOUT kept_layout
+#define GET_DESC kept_desc
+#else
+static _Atomic(void *) lt_get_layout, lt_get_desc;
+#define GET_LAYOUT LT_FUNCTION(LtGet, lt_get_layout, MatrixLayoutGetAttribute)
+#define GET_DESC LT_FUNCTION(LtGet, lt_get_desc, MatmulDescGetAttribute)
+#endif
 
 typedef struct {
     Call call;
@@ -38,8 +46,7 @@ static int eight_bits(int type)
 /* Fills in the key of a call; FINE, or why not. */
 static Reason lt_key(Key *key, const LtCall *x)
 {
-    LtGet *layout = LT_FUNCTION(LtGet, lt_get_layout, MatrixLayoutGetAttribute);
-    LtGet *desc = LT_FUNCTION(LtGet, lt_get_desc, MatmulDescGetAttribute);
+    LtGet *layout = GET_LAYOUT, *desc = GET_DESC;
     const Plan *p = &x->plan;
     if (!layout || !desc || !p->desc || !p->a || !p->b || !p->c || !p->d)
         return NOT_READ;
@@ -47,7 +54,7 @@ static Reason lt_key(Key *key, const LtCall *x)
     int bad = 0;
 #define READ(get, of, attribute, to) (bad |= get(of, attribute, &(to), sizeof(to), &written))
     Key c = {0}; /* of C what is as in D: type_d, ldd, stride_d */
-    int32_t orders[4], batches[4], pointers = 0, sm_count = 0, bias_type = -1;
+    int32_t orders[4], batches[4], pointers = 0, sm_count = 0, bias_type = TYPE_UNSET;
     int8_t fast = 0;
     uint64_t stored[2];
     void *const layouts[4] = {p->a, p->b, p->c, p->d};
@@ -82,11 +89,12 @@ static Reason lt_key(Key *key, const LtCall *x)
     if (key->epi != EPILOGUE_NONE && key->epi & EPILOGUE_HAS_BIAS) {
         READ(desc, p->desc, DESC_BIAS_TYPE, bias_type);
         /* Unset it is D's type, for an FP8 result C's. */
-        key->bias_type = bias_type >= 0 ? bias_type : eight_bits(key->type_d) ? c.type_d : key->type_d;
+        int32_t unset = eight_bits(key->type_d) ? c.type_d : key->type_d;
+        key->bias_type = bias_type == TYPE_UNSET ? unset : bias_type;
     }
     if (eight_bits(key->type_a) || eight_bits(key->type_b)) {
         int32_t a_mode = 0, b_mode = 0;
-        READ(desc, p->desc, DESC_FAST_ACCUM, fast);
+        if (DESC_FAST_ACCUM >= 0) READ(desc, p->desc, DESC_FAST_ACCUM, fast);
         /* Libraries older than the attribute have one scale per tensor. */
         if (desc(p->desc, DESC_A_SCALE_MODE, &a_mode, sizeof a_mode, &written)) a_mode = 0;
         if (desc(p->desc, DESC_B_SCALE_MODE, &b_mode, sizeof b_mode, &written)) b_mode = 0;

@@ -86,7 +86,9 @@ Timing *timing_begin(void *stream)
     timing_lock();
     int many = waiting_count >= MOST_WAITING;
     timing_unlock();
-    if (many || CALL(DriverGetContext, get_context)(&context) || !context) {
+    if (!many && !CALL(DriverGetContext, get_context)(&context) && DEVICES_AS_CONTEXTS)
+        context = (void *)((uintptr_t)context + 1);
+    if (many || !context) {
         fault(NOT_TIMED);
         return NULL;
     }

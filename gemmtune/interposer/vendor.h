@@ -1,11 +1,86 @@
 /* What differs between the vendors' libraries: names, numbers and sizes, declared here so that no
  * vendor's headers are needed. NVIDIA's are those of cublasLt.h, cublas_api.h, library_types.h and
- * cuda.h, the same in CUDA 12 and 13. A second vendor is a second table of the same names. */
+ * cuda.h, the same in CUDA 12 and 13. AMD's (GEMMTUNE_HIP) are those of hipblaslt.h, hipblas-common.h and
+ * hip_runtime_api.h, of ROCm 6 and 7; that build has not yet run on an AMD GPU. Of hipBLAS nothing is
+ * caught: on gfx90a, gfx942 and gfx950 torch too goes to hipBLASLt unasked (Context::blasPreferredBackend),
+ * and what hipBLAS launches are rocBLAS's solutions, which no algorithm of hipBLASLt can stand in for. */
 #ifndef GEMMTUNE_VENDOR_H
 #define GEMMTUNE_VENDOR_H
 
 #include <stddef.h>
 #include <stdint.h>
+
+#ifdef GEMMTUNE_HIP
+
+#define LT_LIBRARY "libhipblaslt.so"
+#define DRIVER_LIBRARY "libamdhip64.so"
+
+#define LT(name) hipblasLt##name
+#define LT_NAME(name) "hipblasLt" #name
+
+/* An algorithm is its structure's words; as settings they are halves, the first two its id. */
+enum { ALGO_WORDS = 3, SETTINGS = 2 * ALGO_WORDS };
+
+enum { STATUS_SUCCESS = 0, STATUS_NOT_INITIALIZED = 1 };
+
+enum { TYPE_32F = 0, TYPE_64F = 1, TYPE_16F = 2, TYPE_16BF = 14 };
+
+enum { COMPUTE_32F = 2, COMPUTE_64F = 7 };
+
+enum { OP_N = 111 };
+
+enum { TYPE_UNSET = 255 }; /* HIPBLASLT_DATATYPE_INVALID */
+
+enum { MOST_ALIGN = 16 };
+
+enum { ORDER_COLUMN = 0 };
+
+enum { POINTERS_ON_HOST = 0 };
+
+enum { EPILOGUE_NONE = 1, EPILOGUE_HAS_BIAS = 4 | 16 | 256 | 512 };
+
+/* Of these the library tells BATCH and STRIDE alone: kept.c has them all. */
+enum {
+    LAYOUT_BATCH = 0,
+    LAYOUT_STRIDE = 1,
+    LAYOUT_TYPE = 2,
+    LAYOUT_ORDER = 3,
+    LAYOUT_ROWS = 4,
+    LAYOUT_COLUMNS = 5,
+    LAYOUT_LD = 6,
+};
+
+enum {
+    DESC_FAST_ACCUM = -3, /* there is none */
+    DESC_COMPUTE = -2, /* no attributes of the library's: kept.c has them */
+    DESC_SCALE_TYPE = -1,
+    DESC_TRANS_A = 0,
+    DESC_TRANS_B = 1,
+    DESC_EPILOGUE = 2,
+    DESC_BIAS_TYPE = 4,
+    DESC_POINTER_MODE = 13,
+    DESC_A_SCALE_MODE = 31, /* these are unknown to builds before 2025 */
+    DESC_B_SCALE_MODE = 32,
+    DESC_SM_COUNT = 33,
+};
+
+enum { PREFERENCE_WORKSPACE = 1 };
+
+typedef int LtHeuristic(void *handle, void *desc, void *a, void *b, void *c, void *d,
+                        void *preference, int wanted, void *results, int *found);
+typedef int LtPreferenceCreate(void **made);
+
+/* A device stands for its context: its number, of which the runtime writes an int. */
+enum { DEVICES_AS_CONTEXTS = 1 };
+#define DRIVER_GET_CONTEXT "hipGetDevice"
+#define DRIVER_IS_CAPTURING "hipStreamIsCapturing"
+#define DRIVER_EXCHANGE_CAPTURE_MODE "hipThreadExchangeStreamCaptureMode"
+#define DRIVER_EVENT_CREATE "hipEventCreateWithFlags"
+#define DRIVER_EVENT_RECORD "hipEventRecord"
+#define DRIVER_EVENT_QUERY "hipEventQuery"
+#define DRIVER_EVENT_ELAPSED "hipEventElapsedTime"
+
+#else
 
 #define LT_LIBRARY "libcublasLt.so" /* how the names of loaded files begin */
 #define BLAS_LIBRARY "libcublas.so"
@@ -28,6 +103,8 @@ enum { TYPE_32F = 0, TYPE_64F = 1, TYPE_16F = 2, TYPE_16BF = 14, TYPE_8F_E4M3 = 
 enum { COMPUTE_32F = 68, COMPUTE_64F = 70 };
 
 enum { OP_N = 0 };
+
+enum { TYPE_UNSET = -1 }; /* of a bias: D's type */
 
 enum { MOST_ALIGN = 16 }; /* bytes: no algorithm asks for more of an operand */
 
@@ -60,6 +137,17 @@ enum {
     DESC_A_SCALE_MODE = 31, /* unknown to CUDA before 12.8 */
     DESC_B_SCALE_MODE = 32,
 };
+
+enum { DEVICES_AS_CONTEXTS = 0 };
+#define DRIVER_GET_CONTEXT "cuCtxGetCurrent"
+#define DRIVER_IS_CAPTURING "cuStreamIsCapturing"
+#define DRIVER_EXCHANGE_CAPTURE_MODE "cuThreadExchangeStreamCaptureMode"
+#define DRIVER_EVENT_CREATE "cuEventCreate"
+#define DRIVER_EVENT_RECORD "cuEventRecord"
+#define DRIVER_EVENT_QUERY "cuEventQuery"
+#define DRIVER_EVENT_ELAPSED "cuEventElapsedTime"
+
+#endif
 
 typedef int LtMatmul(void *handle, void *desc, const void *alpha, const void *a, void *a_layout,
                      const void *b, void *b_layout, const void *beta, const void *c,
@@ -110,13 +198,5 @@ typedef int DriverEventCreate(void **event, unsigned flags);
 typedef int DriverEventRecord(void *event, void *stream);
 typedef int DriverEventQuery(void *event);
 typedef int DriverEventElapsed(float *ms, void *start, void *end);
-
-#define DRIVER_GET_CONTEXT "cuCtxGetCurrent"
-#define DRIVER_IS_CAPTURING "cuStreamIsCapturing"
-#define DRIVER_EXCHANGE_CAPTURE_MODE "cuThreadExchangeStreamCaptureMode"
-#define DRIVER_EVENT_CREATE "cuEventCreate"
-#define DRIVER_EVENT_RECORD "cuEventRecord"
-#define DRIVER_EVENT_QUERY "cuEventQuery"
-#define DRIVER_EVENT_ELAPSED "cuEventElapsedTime"
 
 #endif

@@ -30,6 +30,7 @@ from gemmtune.table import Table, Tuned
 APPLIERS = {
     "cpu": "gemmtune.job.apply:KernelApplier",
     "cublaslt": "gemmtune.interposer.client:InterposerApplier",
+    "hipblaslt": "gemmtune.interposer.client:HipApplier",
 }
 INCOMPATIBLE = 3  # exit code of a strict job whose table was made elsewhere
 
