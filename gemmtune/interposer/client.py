@@ -7,6 +7,7 @@ here alone they are translated to Gemm and Algo and back.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping
 from ctypes import c_int32, c_int64, c_size_t, c_uint32, c_uint64
 from typing import Any, ClassVar, NamedTuple
@@ -56,12 +57,16 @@ def row_type(vendor: Vendor) -> Any:
     return type("Row", (ctypes.Structure,), {"_fields_": fields})
 
 
+class Trail(ctypes.Structure):
+    _fields_: ClassVar = [("calls", c_uint64), ("launched", c_uint64 * 64)]
+
+
 def launch_type(algo_words: int) -> Any:
     """The C structure Launch, for a vendor whose algorithms have so many 64-bit words."""
     fields = [
         ("key", Key),
         ("algo", c_uint64 * algo_words),
-        *((name, c_uint64) for name in ("applied", "calls", "timed", "time_ns")),
+        *((name, c_uint64) for name in ("id", "applied", "calls", "timed", "time_ns")),
     ]
     return type("Launch", (ctypes.Structure,), {"_fields_": fields})
 
@@ -71,9 +76,10 @@ class Record(NamedTuple):
 
     `applied`: the algorithm was chosen; else it is what the job itself gave, None where it gave
     none. `time_us` is the sum over the `timed` of the calls, which may be others than those
-    counted now: they are timed when they have completed.
+    counted now: they are timed when they have completed. `id` is one for each Gemm and algorithm.
     """
 
+    id: int
     gemm: Gemm
     algo: Algo | None
     applied: bool
@@ -126,6 +132,7 @@ class Interposer:
             self._choose = loaded.gemmtune_choose
             self._drain = loaded.gemmtune_drain
             self._faults = loaded.gemmtune_faults
+            self._trail = loaded.gemmtune_trail
         except AttributeError:
             raise BackendError(
                 "the interposer is not in this process: something took it out of LD_PRELOAD"
@@ -134,6 +141,8 @@ class Interposer:
         self._choose.argtypes = (ctypes.c_void_p, c_size_t)
         self._drain.argtypes, self._drain.restype = (ctypes.c_void_p, c_size_t), c_size_t
         self._faults.argtypes, self._faults.restype = (ctypes.c_void_p, c_size_t), c_size_t
+        self._trail.argtypes, self._trail.restype = (), ctypes.c_void_p
+        self._threads = threading.local()
         self._backend, self._vendor = backend, backend.table()
         self._row = row_type(self._vendor)
         self._translation = Translation(self._vendor)
@@ -145,6 +154,20 @@ class Interposer:
 
     def mode(self, on: bool, timed: bool = False) -> None:
         self._mode((MODE_ON | (MODE_TIME if timed else 0)) if on else 0)
+
+    def calls(self) -> int:
+        """How many calls this thread has launched."""
+        try:
+            return self._threads.trail.calls  # type: ignore[no-any-return]
+        except AttributeError:
+            self._threads.trail = Trail.from_address(self._trail())
+            return self._threads.trail.calls  # type: ignore[no-any-return]
+
+    def launched(self, since: int) -> tuple[int, ...]:
+        """Ids of what this thread has launched since `calls` said so, the latest if many."""
+        now = self.calls()
+        ring = self._threads.trail.launched
+        return tuple(ring[i % len(ring)] for i in range(max(since, now - len(ring)), now))
 
     def choose(self, choices: Mapping[Gemm, Algo]) -> None:
         """These choices replace all earlier ones. Those for other APIs' calls are passed over."""
@@ -201,7 +224,7 @@ class Interposer:
                 self._unpacked[words] = self._backend.unpack(words) if any(words) else None
             algo = self._unpacked[words]
         times = launch.timed, launch.time_ns / 1e3
-        return Record(gemm, algo, bool(launch.applied), launch.calls, *times)
+        return Record(launch.id, gemm, algo, bool(launch.applied), launch.calls, *times)
 
     def faults(self) -> list[int]:
         """Calls since the start by place in REASONS."""

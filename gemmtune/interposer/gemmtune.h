@@ -32,12 +32,19 @@ typedef struct {
 } Row;
 
 /* What was launched. `applied`: a choice, and the first words of `algo` are its settings; else `algo`
- * is what the job itself gave, zeros where it gave none. `time_ns` is the sum over the `timed`. */
+ * is what the job itself gave, zeros where it gave none. `time_ns` is the sum over the `timed`; `id` is one for each Key
+ * and algorithm, for as long as the process lives. */
 typedef struct {
     Key key;
     uint64_t algo[ALGO_WORDS];
-    uint64_t applied, calls, timed, time_ns;
+    uint64_t id, applied, calls, timed, time_ns;
 } Launch;
+
+/* What the calling thread has launched, the latest last: `launched` is a ring of Launch's ids. */
+enum { TRAIL = 64 };
+typedef struct {
+    uint64_t calls, launched[TRAIL];
+} Trail;
 
 /* Why a call was not launched, timed or even counted as it should have been. */
 typedef enum {

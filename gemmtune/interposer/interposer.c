@@ -10,6 +10,7 @@
 static atomic_uint mode_;
 static _Atomic uint64_t faults[REASONS];
 _Thread_local int inside;
+static _Thread_local Trail trail;
 #ifdef GEMMTUNE_HIP
 static _Atomic(void *) make_preference, set_preference, drop_preference, heuristic;
 #else
@@ -31,7 +32,10 @@ static int launch(const Call *call, Cell *cell, const uint64_t *words, Algo *cou
         return status;
     }
     timing_end(timing, count, call->stream);
-    if (count) atomic_fetch_add_explicit(&count->calls, 1, memory_order_relaxed);
+    if (count) {
+        atomic_fetch_add_explicit(&count->calls, 1, memory_order_relaxed);
+        trail.launched[trail.calls++ % TRAIL] = (uintptr_t)count;
+    }
     return status;
 }
 
@@ -153,6 +157,9 @@ EXPORT size_t gemmtune_drain(Launch *to, size_t room)
     timing_collect();
     return table_drain(to, room);
 }
+
+/* The calling thread's own, for as long as it lives. */
+EXPORT const Trail *gemmtune_trail(void) { return &trail; }
 
 /* Faults since the start by reason; returns how many reasons there are. */
 EXPORT size_t gemmtune_faults(uint64_t *to, size_t room)

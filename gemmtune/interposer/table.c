@@ -167,7 +167,8 @@ size_t table_drain(Launch *to, size_t room)
     table_lock();
     FOR_CELLS(cell)
         for (Algo *algo = atomic_load(&cell->algos); algo && count < room; algo = algo->next) {
-            Launch row = {.key = cell->key, .applied = (uint64_t)algo->applied};
+            Launch row = {.key = cell->key, .applied = (uint64_t)algo->applied,
+                          .id = (uintptr_t)algo};
             row.calls = atomic_exchange(&algo->calls, 0);
             row.timed = atomic_exchange(&algo->timed, 0);
             row.time_ns = atomic_exchange(&algo->time_ns, 0);
