@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from gemmtune.capture.profile import merge_power, merge_steps
 from gemmtune.gemm import Gemm
 from gemmtune.table import Shape, format_ranks
 
@@ -18,6 +19,8 @@ class Captured(NamedTuple):
     step_us: float  # mean time of a recorded step; 0 where none ended, or where a GPU ran it
     gemm_us: float  # time a step spends in GEMM calls, mean over ranks; 0 where not measured
     remarks: list[str]
+    gpu: dict[str, Any]  # see profile.merge_power; {} where none was read
+    profile: dict[str, Any]  # see profile.merge_steps; {} where no step was profiled
 
 
 def merge(ranks: Sequence[Mapping[str, Any]]) -> Captured:
@@ -52,6 +55,8 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> Captured:
         step_us=sum(whole) / len(whole) * 1e6 if whole and on_cpu else 0.0,
         gemm_us=_gemm_us(ranks) if on_cpu else 0.0,
         remarks=_remarks(ranks, rows),
+        gpu=merge_power({r["rank"]: r["gpu"] for r in ranks}),
+        profile=merge_steps(r["profile"] for r in ranks),
     )
 
 

@@ -2,7 +2,9 @@
 
 Waits for `warmup` optimizer steps, records `steps` of them, and writes this process's rank file
 at the end and every half second while it records, so that a job that dies keeps what was seen.
-Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null).
+Meanwhile a meter reads the GPU; where asked for, one more step is profiled.
+Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null),
+profile (true or false; null: where a GPU is used).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ import torch
 
 from gemmtune.capture.dims import Dims
 from gemmtune.capture.ops import Recorder
-from gemmtune.job import files, steps
+from gemmtune.capture.profile import power
+from gemmtune.capture.profiler import profile_step
+from gemmtune.job import files, readings, steps
 
 SAVE_EVERY_S = 0.5
 
@@ -37,6 +41,10 @@ class Session:
         self.dims = Dims() if options["dims"] else None
         self.step_s: list[float] = []
         self.waited = 0
+        self.meter: readings.Meter | None = None
+        self.gpu: dict[str, Any] = {}
+        self.profile: dict[str, Any] | None = None
+        self.optimizers: dict[str, int] | None = None
         self._done = threading.Event()
         self._saving = threading.Lock()
         self._child = False  # forked from the process that imported torch
@@ -55,6 +63,7 @@ class Session:
         self._child = True
         self._saving = threading.Lock()
         self.waited, self.step_s = 0, []
+        self.meter = None
         if not self._done.is_set():
             self._done = threading.Event()
             self._began = time.perf_counter()
@@ -66,6 +75,7 @@ class Session:
         if self.dims is not None:
             self.dims.install()
         threading.Thread(target=self._save_at_times, daemon=True).start()
+        self.meter = readings.meter()
         self._began = time.perf_counter()
 
     def _on_step(self, _: int) -> None:
@@ -81,14 +91,30 @@ class Session:
             self.dims.remove()
         if len(self.step_s) == self.options["steps"]:
             self._end()
-            if self.options["stop"]:
-                steps.stop_job()
+            asked = self.options["profile"]
+            if torch.cuda.is_initialized() if asked is None else asked:
+                profile_step(self._profiled)
+            else:
+                self._finish()
         else:
             self._began = time.perf_counter()
+
+    def _profiled(self, found: dict[str, Any] | None) -> None:
+        self.profile = found
+        self._save()
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.options["stop"]:
+            steps.stop_job()
 
     def _end(self) -> None:
         if self.recorder is not None:
             self.recorder.remove()
+        if self.meter is not None:
+            self.gpu = power(self.meter.take())
+            self.meter.close()
+        self.optimizers = steps.optimizers()  # a step that is profiled then is not to count
         self._handle.remove()
         self._done.set()
         self._save()
@@ -114,9 +140,11 @@ class Session:
                     "untranslated": recorder.untranslated() if recorder else {},
                     "waited": self.waited,
                     "step_s": self.step_s,
-                    "optimizers": steps.optimizers(),
+                    "optimizers": self.optimizers or steps.optimizers(),
                     "device": "cuda" if torch.cuda.is_initialized() else "cpu",
                     "compiled": _compiled(),
+                    "gpu": self.gpu,
+                    "profile": self.profile,
                     "dims": self.dims.rows() if self.dims is not None else [],
                 },
             )

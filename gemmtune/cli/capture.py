@@ -6,15 +6,21 @@ import math
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from gemmtune import __version__, table, textfile
+from gemmtune import __version__, regime, table, textfile
 from gemmtune.capture import merge
+from gemmtune.capture.ceiling import ceiling
 from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
+from gemmtune.nvml import POWER_CAP
 from gemmtune.table import Shape
+
+NAME_WIDTH = 72  # characters of a kernel's name that are shown
 
 OPTIMIZER = "Class name of the optimizer whose steps count, where a job has several: AdamW."
 JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…")
@@ -47,6 +53,11 @@ JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…
 @click.option("--stop", is_flag=True, help="End the job when the steps are recorded.")
 @click.option("--dims", is_flag=True, help="Print each layer's input, weight and output sizes.")
 @click.option("--optimizer", metavar="CLASS", help=OPTIMIZER)
+@click.option(
+    "--profile/--no-profile",
+    default=None,
+    help="Profile one more step: the largest kernels and the GEMMs' share.  [default: on a GPU]",
+)
 def capture(
     job: tuple[str, ...],
     output: Path,
@@ -55,6 +66,7 @@ def capture(
     stop: bool,
     dims: bool,
     optimizer: str | None,
+    profile: bool | None,
 ) -> None:
     """Run a training job as it is and record the GEMMs of one step.
 
@@ -64,6 +76,7 @@ def capture(
     the job.
     """
     options = {"steps": steps, "warmup": warmup, "stop": stop, "dims": dims, "optimizer": optimizer}
+    options["profile"] = profile
     textfile.check_writable(output)  # better now than after the job
     with tempfile.TemporaryDirectory(prefix="gemmtune-") as out:
         code = launch.run(job, "gemmtune.capture.session:start", options, out)
@@ -86,12 +99,15 @@ def capture(
         "torch": first["torch"],
         "step_us": captured.step_us,
         "steps": min(len(record["step_s"]) for record in records),
+        **{k: v for k, v in (("gpu", captured.gpu), ("profile", captured.profile)) if v},
     }
     if not captured.rows:
         click.echo(f"gemmtune: nothing recorded: {_nothing(first, warmup)}", err=True)
         for line in captured.remarks:
             click.echo(f"gemmtune: {line}", err=True)
         sys.exit(code or 1)
+    if not captured.profile and (profile or (profile is None and first["device"] != "cpu")):
+        captured.remarks.append("no step was profiled: that takes one step after the recorded ones")
     try:
         table.write(output, captured.rows, Shape, provenance)
     except UsageError as e:  # a disk that filled up meanwhile; the job may have taken hours
@@ -145,13 +161,69 @@ def _summary(captured: merge.Captured, output: Path) -> list[str]:
         f" on each of {_count(captured.ranks, 'rank')}, {_flops(total)}: "
         + ", ".join(f"{name} {part / total:.0%}" for name, part in flops.items())
     ]
-    if captured.gemm_us and captured.step_us:
-        share = captured.gemm_us / captured.step_us
-        lines.append(
-            f"gemmtune: GEMMs took {share:.0%} of the recorded step ({captured.gemm_us / 1e3:.4g}"
-            f" of {captured.step_us / 1e3:.4g} ms): GEMMs faster by 10% would make the step"
-            f" {share / 11:.1%} shorter"
-        )
-    lines += [f"gemmtune: {remark}" for remark in captured.remarks]
+    said = (*_share(captured), *_power(captured.gpu), *_kernels(captured.profile))
+    lines += [f"gemmtune: {line}" for line in (*said, *captured.remarks)]
     lines.append(f"gemmtune: next: gemmtune sweep {shlex.quote(str(output))}")
     return lines
+
+
+def _share(captured: merge.Captured) -> Iterator[str]:
+    """The GEMMs' share of the step, and the most that tuning could give."""
+    most = ceiling(captured.rows)
+    step_us, which = captured.step_us, "recorded"
+    if not step_us:
+        step_us, which = captured.profile.get("step_us", 0.0), "profiled"
+    gemm_us = most.gemm_us if most else captured.profile.get("gemm_us", 0.0)
+    if step_us and gemm_us:
+        yield (
+            f"GEMMs took {gemm_us / step_us:.0%} of the {which} step"
+            f" ({gemm_us / 1e3:.4g} of {step_us / 1e3:.4g} ms)"
+            + (
+                "; if all ran at the best rate seen for their type, the step would be at most"
+                f" {most.shorter(step_us):.1%} shorter"
+                if most
+                else ""
+            )
+        )
+
+
+def _power(gpu: Mapping[str, Any]) -> Iterator[str]:
+    """What the GPU drew, its clocks, and the regime that follows."""
+    if not gpu:
+        return
+    (watts, low, high), sm_mhz = gpu["power_w"], gpu["sm_mhz"][0]
+    yield (
+        f"the GPU drew {watts:.0f} W ({low:.0f} to {high:.0f}) of its {gpu['power_cap_w']:.0f} W"
+        f" cap, SM clock {sm_mhz:,.0f} MHz (boost {gpu['max_sm_mhz']:,.0f}),"
+        f" {gpu['temperature_c'][0]:.0f} C: {_regime(gpu)}"
+    )
+    heat = {k: v for k, v in gpu["throttled"].items() if k != POWER_CAP and v > 0.1}
+    for reason, share in heat.items():
+        yield f"its clocks were held down ({reason}) in {share:.0%} of the readings: see to that"
+
+
+def _regime(gpu: Mapping[str, Any]) -> str:
+    if not gpu["regime"]:
+        return (
+            f"{gpu['seconds']:.1f} s are too short to tell whether the job runs at its power cap:"
+            " record more --steps"
+        )
+    some = f" on rank {gpu['ranks_at_cap']}" if "ranks_at_cap" in gpu else ""
+    if gpu["regime"] == regime.AT_CAP:
+        return f"the job runs at the power cap{some}, so candidates are ranked by sustained runs"
+    beside = f" (at it{some})" if some else ""
+    return f"the job runs below the power cap{beside}, so candidates are ranked by call time"
+
+
+def _kernels(step: Mapping[str, Any]) -> Iterator[str]:
+    """What one step was spent on."""
+    if not step:
+        return
+    whole = step["step_us"]
+    yield (
+        f"one step profiled: {whole / 1e3:.4g} ms, GEMMs {step['gemm_us'] / whole:.0%}, idle"
+        f" {1 - step['busy_us'] / whole:.0%}; the largest others:"
+    )
+    for name, us, calls in step["others"]:
+        short = name if len(name) <= NAME_WIDTH else name[: NAME_WIDTH - 3] + "..."
+        yield f"  {us / whole:6.1%}  {us / 1e3:8.4g} ms  {calls:5}x  {short}"

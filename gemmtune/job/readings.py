@@ -1,11 +1,17 @@
-"""What the machine says of itself while a job runs: clock, load, stolen time. Linux; reads /proc
-and /sys, and leaves out what is not there."""
+"""What the machine says of itself while a job runs: clock, load, stolen time; the GPU's power and
+clocks. Linux; reads /proc, /sys and NVML, and leaves out what is not there."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
+from statistics import median
+
+from gemmtune import nvml
+
+METER_S = 0.1  # between two readings of a GPU
 
 # Clocks are read of this many processors at most: a read can take a millisecond each.
 _CLOCKS = 4
@@ -48,3 +54,60 @@ def _clocks() -> list[float]:
         except (OSError, ValueError):
             return []  # a virtual machine's, as a rule: its /proc/cpuinfo shows a constant
     return clocks
+
+
+class Meter:
+    """Reads a GPU every METER_S in a thread, until `close`; without NVML it has no readings."""
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._seen: list[tuple[float, nvml.Reading]] = []
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with nvml.meter(self._uuid) as read:
+            while read is not None:
+                self._seen.append((time.monotonic(), read()))
+                if self._closed.wait(METER_S):
+                    break
+
+    def take(self) -> list[tuple[float, nvml.Reading]]:
+        """The readings since the last call, each with when it was, in seconds."""
+        count = len(self._seen)
+        taken, self._seen[:count] = self._seen[:count], []
+        return taken
+
+    def block(self) -> dict[str, float]:
+        """What was read since the last call, as `read` gives it: medians of the later half.
+
+        NVML's power is a mean over a second, so the first readings tell of what went before. The
+        energy is that of the last reading, which was at `gpu_s`.
+        """
+        seen = self.take()
+        if not seen:
+            return {}
+        later = [reading for _, reading in seen[len(seen) // 2 :]]
+        return {
+            "gpu_s": round(seen[-1][0], 3),
+            "power_w": round(median(r.power_w for r in later), 1),
+            "power_cap_w": later[-1].power_cap_w,
+            "sm_mhz": float(median(r.sm_mhz for r in later)),
+            "capped": sum(nvml.POWER_CAP in r.throttled for r in later) / len(later),
+            "energy_j": later[-1].energy_j,
+        }
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join(1.0)
+
+
+def meter() -> Meter | None:
+    """A meter of the GPU that this thread of the job uses; None where it uses none."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return Meter(f"GPU-{getattr(properties, 'uuid', '')}")
