@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gemmtune import table, textfile
+from gemmtune import regime, table, textfile
 from gemmtune.cli import compare
 from gemmtune.cli.capture import JOB, OPTIMIZER, note_elsewhere
 from gemmtune.cli.run import BACKEND, TUNED, check_job, read_job_table
@@ -156,7 +156,7 @@ def replay(
         (line, row.gemm, row.algo.config)
         for (line, _), row in zip(table.scan(text, table.Tuned), made.rows, strict=True)
     ]
-    result = analyse.analyse(plan, ranks, rows)
+    result = analyse.analyse(plan, ranks, rows, regime.of(made.provenance))
     found = verdict.judge(result)
     if output is not None:
         values = {

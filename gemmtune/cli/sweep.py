@@ -356,7 +356,12 @@ def verdict(summary: Summary) -> str:
 
 
 def remarks(summary: Summary) -> Iterator[str]:
-    """Where things are, what is missing, and what to do next."""
+    """How it was measured, where things are, what is missing, and what to do next."""
+    from gemmtune import regime
+
+    if said := regime.of(summary.provenance):
+        how = {regime.AT_CAP: "sustained runs", regime.BELOW: "call time, by short runs in turn"}
+        yield f"The job ran {said}: what matters most was confirmed by {how[said]}."
     if summary.resumed:
         yield f"{summary.resumed} GEMMs were held by {summary.journal} and not measured again."
     if summary.beyond:

@@ -30,6 +30,7 @@ from gemmtune.replay.plan import (
     blocks,
     pairs_of,
 )
+from gemmtune.replay.power import Drawn, Spell, drawn
 from gemmtune.stats import Interval, bootstrap_interval, trimmed_mean
 from gemmtune.textfile import json_values
 
@@ -43,6 +44,8 @@ _LADDER = (20.0, 10.0, 5.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 # Confidence that a claim takes. Stopping once the interval is narrow makes it miss a little more
 # often than it says, so that with 95 % a table of defaults would be claimed to differ that often.
 CLAIM = 0.97
+
+ARMS = (("default", False), ("tuned", True))
 
 
 class Calls(NamedTuple):
@@ -142,6 +145,7 @@ class Result(NamedTuple):
     fallbacks: dict[str, int]
     noise: list[str]
     notes: list[str]
+    power: Mapping[str, Drawn] = {}  # by arm, default and tuned; of those where a GPU tells
 
     @property
     def done(self) -> bool:
@@ -149,9 +153,15 @@ class Result(NamedTuple):
         return bool(self.rounds) and self.rounds[-1].kind == END
 
 
-def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, str]]) -> Result:
+def analyse(
+    plan: Plan,
+    ranks: Sequence[Rank],
+    rows: Sequence[tuple[int, Gemm, str]],
+    captured: str = "",
+) -> Result:
     """Analyse the records of all ranks; `rows` are the table's: line, Gemm, config.
 
+    `captured` is the regime (gemmtune.regime) in which the job ran that the table was made for.
     Works with whatever is there: no ranks, or no whole pair, leave the intervals unbounded.
     """
     ranks, notes = _one_each(ranks)
@@ -167,6 +177,13 @@ def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, s
     ]
     pairs = _pairs(timed)
     notes += sorted({d for rank in ranks for d in rank.differences})
+    power = {name: found for name, tuned in ARMS if (found := drawn(_spells(ranks, pairs, tuned)))}
+    now = power["default"].regime if "default" in power else ""
+    if captured and now and captured != now:
+        notes.append(
+            f"the job was captured {captured} and runs {now} here, where other algorithms may be"
+            " best: capture and sweep it as it runs now"
+        )
     fallbacks: Counter[str] = Counter()
     hosts: dict[str, list[Mapping[int, Mapping[str, float]]]] = {}
     for rank in ranks:
@@ -201,7 +218,24 @@ def analyse(plan: Plan, ranks: Sequence[Rank], rows: Sequence[tuple[int, Gemm, s
             hosts,
         ),
         notes=notes,
+        power=power,
     )
+
+
+def _spells(
+    ranks: Sequence[Rank], pairs: Sequence[tuple[Timed, Timed]], tuned: bool
+) -> list[Spell]:
+    """The blocks of one arm on every rank, with the readings that were taken there."""
+    blocks = [pair[tuned] for pair in pairs]
+    return [
+        Spell(
+            rank.readings.get(t.block.first, {}),
+            rank.readings.get(t.block.last + 1, {}),
+            t.value_us,
+        )
+        for rank in ranks
+        for t in blocks
+    ]
 
 
 def _planned(plan: Plan, rounds: Sequence[Round]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Reads a tuned table. Writes `steps-<host>-<pid>.jsonl` into the folder given, a line at a time so
 that a killed job leaves all its steps: who the process is, then each round as it is decided, each
-step as it ends, and the machine's readings at the end of each block.
+step as it ends, and the machine's readings, its GPU's with them, at the end of each block.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Arms:
         self._began: float | None = None
         self._log: Any = None
         self._pid = 0
+        self._meter: readings.Meter | None = None
         self._stop_job = steps.stop_job
         self._handle = steps.on_step(self._stepped, optimizer)
 
@@ -83,7 +84,8 @@ class Arms:
         """Set the arm of `step`, the next one; at the end of a round learn the following one."""
         now = self._rounds[-1]
         if (step - now.first) % now.block == 0:
-            self._write({"block": step, "readings": readings.read()})
+            gpu = self._meter.block() if self._meter is not None else {}
+            self._write({"block": step, "readings": readings.read() | gpu})
         if step == now.end:
             try:
                 now = agree(len(self._rounds), self._decide, self._timeout_s)
@@ -119,6 +121,8 @@ class Arms:
     def _end(self) -> None:
         if self._log is not None:
             self._log.close()
+        if self._meter is not None:
+            self._meter.close()
         self._handle.remove()
         self._applier.close()
         if self._stop:
@@ -138,6 +142,7 @@ class Arms:
     def _open(self) -> None:
         self._pid = os.getpid()
         self._began = None
+        self._meter = readings.meter()
         name = f"steps-{socket.gethostname()}-{self._pid}.jsonl"
         try:
             self._log = open(os.path.join(self._out, name), "w")  # noqa: SIM115

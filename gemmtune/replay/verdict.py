@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from gemmtune.replay.analyse import Result, Row, more_pairs
 from gemmtune.replay.plan import COMPARE, PROBE
+from gemmtune.replay.power import words
 from gemmtune.stats import Interval
 from gemmtune.table import format_ranks
 
@@ -102,6 +103,10 @@ def lines(result: Result, verdict: Verdict) -> Iterator[str]:
         )
     if result.aa_pairs > 1:
         yield f"control, default against default: {_signed(result.control)}"
+    if result.power:
+        regime = next(iter(result.power.values())).regime
+        told = "; ".join(f"{arm} {words(drawn)}" for arm, drawn in result.power.items())
+        yield f"GPU: {told}" + (f": the job runs {regime}" if regime else "")
     launched = [row for row in result.rows if row.ranks]
     if result.rows:
         yield f"{len(launched)} of {_rows(len(result.rows))} launched"

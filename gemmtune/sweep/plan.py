@@ -73,7 +73,8 @@ def make_plan(shapes: Iterable[Shape], backend: Backend, options: Options) -> Pl
 
 
 def matters(share: float) -> bool:
-    """Whether a Gemm of that share gets the sustained confirmation."""
+    """Whether a Gemm of that share gets the sustained confirmation, unless the job runs below its
+    GPU's power cap."""
     return share >= MATTERS
 
 

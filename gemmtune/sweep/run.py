@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemmtune import __version__, gpu, machine, table, textfile
+from gemmtune import __version__, gpu, machine, regime, table, textfile
 from gemmtune.backends import base
 from gemmtune.backends.base import Backend
 from gemmtune.dialects.te import te_row
@@ -229,7 +229,9 @@ class _Sweep:
         if not seconds or self.purse.over(log.spent_s):
             raise OutOfTime
         share = self.plan.shares[gemm]
-        task = Task(gemm, seconds, matters(share), options.min_gain, options.seed)
+        # Below the power cap an algorithm runs at full clocks, which it would not alone for long.
+        sustained = matters(share) and regime.of(log.held.provenance) != regime.BELOW
+        task = Task(gemm, seconds, sustained, options.min_gain, options.seed)
         more = (self.threads, options.timeout_s, lambda: self._tell(todo))
         with Workers(self.backend, gemm, options.seed, *more) as workers:
             try:
@@ -357,7 +359,8 @@ def _provenance(
     captured: Mapping[str, Any], backend: Backend, options: Options, threads: int
 ) -> dict[str, Any]:
     """What both tables say of their making; what capture knows of the job is passed on."""
-    job = {k: v for k, v in captured.items() if k not in ("stage", "version", "machine", "threads")}
+    own = ("stage", "version", "machine", "threads", "profile")
+    job = {k: v for k, v in captured.items() if k not in own}
     return {
         **job,
         "stage": "sweep",
