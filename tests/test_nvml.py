@@ -46,6 +46,10 @@ def busy(monkeypatch):
         nvmlDeviceGetPowerUsage=688_000,
         nvmlDeviceGetTemperature=61,
         nvmlDeviceGetCurrentClocksEventReasons=0x4 | 0x1,
+        nvmlDeviceGetEnforcedPowerLimit=700_000,
+        nvmlDeviceGetMaxClockInfo=1980,
+        nvmlDeviceGetUtilizationRates=SimpleNamespace(gpu=97, memory=40),
+        nvmlDeviceGetTotalEnergyConsumption=5_000_250,
         nvmlDeviceGetMemoryInfo=SimpleNamespace(free=6 << 30),
         nvmlDeviceGetComputeRunningProcesses=[SimpleNamespace(pid=41)],
     )
@@ -54,7 +58,10 @@ def busy(monkeypatch):
 
 
 def test_a_reading_is_in_the_units_of_its_names(busy):
-    assert nvml.read(UUID) == (1755, 688.0, 61, ("power cap",), 6 << 30, (41,))
+    state = (1755, 688.0, 61, ("power cap",), 6 << 30, (41,), 700.0, 1980, 1755, 97, 5000.25)
+    assert nvml.read(UUID) == state
+    with nvml.meter(UUID) as read:
+        assert read() == read() == nvml.Reading(*state)._replace(free_bytes=0, others=())
     assert busy.state.open == 0
 
 
@@ -65,7 +72,10 @@ def test_what_the_driver_does_not_say_is_left_out(monkeypatch, found):
 
 
 def test_an_unknown_gpu_has_no_reading(busy):
-    assert nvml.read("GPU-2") == nvml.Reading() and busy.state.open == 0
+    assert nvml.read("GPU-2") == nvml.Reading()
+    with nvml.meter("GPU-2") as read:
+        assert read is None
+    assert busy.state.open == 0
 
 
 def test_a_sweep_keeps_readings_and_names_who_shares_the_gpu(busy, monkeypatch, tmp_path):

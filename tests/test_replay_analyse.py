@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from gemmtune import regime
 from gemmtune.gemm import Gemm
 from gemmtune.replay.analyse import Calls, Rank, Result, Step, analyse, as_json, more_pairs
 from gemmtune.replay.plan import COMPARE, CONTROL, END, Block, Plan, Round, beginning, blocks
@@ -316,3 +317,42 @@ def test_a_replay_that_did_not_come_to_its_precision_says_so() -> None:
     assert "did not come to +-0.3 % within 20 pairs: raise --max-pairs" in " ".join(
         lines(found, judge(found))
     )
+
+
+def metered(block_s: float, watts: tuple[float, float], capped: float = 1.0) -> Rank:
+    """The planted rank with its GPU's readings at the ends of its blocks; watts by arm."""
+    rounds = rounds_of(PLAN)
+    at, joules, taken = 100.0, 5e6, {}
+    for entry in rounds[1:-1]:
+        for step in range(entry.first, entry.end + 1, entry.block):
+            drew = watts[entry.tuned(step - 1)] if step > entry.first else 0.0
+            if step > entry.first:
+                at, joules = at + block_s, joules + block_s * drew
+            taken[step] = {"gpu_s": at, "energy_j": joules, "capped": capped, "power_cap_w": 700.0}
+            taken[step] |= {"power_w": drew, "sm_mhz": 1400.0}
+    return Rank(0, planted(gain=0, noise=1e-6), rounds, readings=taken)
+
+
+def test_power_clocks_and_energy_are_told_for_each_arm() -> None:
+    found = analyse(PLAN, [metered(2.0, (690.0, 660.0))], ROWS, regime.AT_CAP)
+    default, tuned = found.power["default"], found.power["tuned"]
+    assert (default.power_w, tuned.power_w, tuned.sm_mhz) == (690.0, 660.0, 1400.0)
+    assert default.energy_j == pytest.approx(690 * 0.010, rel=1e-3)  # steps of 10 ms
+    assert tuned.energy_j == pytest.approx(660 * 0.010, rel=1e-3)
+    assert found.notes == []
+    (line,) = [x for x in lines(found, judge(found)) if x.startswith("GPU: ")]
+    assert line == (
+        "GPU: default 690 W, SM clock 1,400 MHz, 6.9 J a step; tuned 660 W, SM clock 1,400 MHz,"
+        " 6.6 J a step: the job runs at the power cap"
+    )
+    assert as_json(found)["power"]["tuned"]["power_w"] == 660.0
+
+
+def test_a_job_replayed_in_another_regime_than_it_was_captured_in_is_named() -> None:
+    (note,) = analyse(PLAN, [metered(2.0, (400.0, 400.0), 0.0)], ROWS, regime.AT_CAP).notes
+    assert "captured at the power cap and runs below the power cap here" in note
+
+
+def test_blocks_too_short_for_the_meters_tell_nothing_of_power() -> None:
+    found = analyse(PLAN, [metered(0.5, (690.0, 660.0))], ROWS, regime.BELOW)
+    assert found.power == {} and found.notes == []

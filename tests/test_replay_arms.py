@@ -1,14 +1,21 @@
 """The replay inside the job, step by step, with an applier that only writes down its orders."""
 
+import itertools
 import math
 import random
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
+from gemmtune import nvml
 from gemmtune.gemm import Algo, Gemm
+from gemmtune.job import readings
 from gemmtune.job.apply import Launches
 from gemmtune.replay.analyse import analyse
 from gemmtune.replay.arms import Arms, read_steps
@@ -76,6 +83,31 @@ def test_arms_follow_the_schedule_and_the_job_may_go_on(
         assert step.us > 0
         launched = (0, 0, 4, 40.0) if arms[step.step] else (4, 40.0, 0, 0)
         assert step.rows == {0: launched}
+
+
+def test_the_gpus_readings_go_with_each_block(
+    tmp_path: Path, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = itertools.count(1)
+
+    def state(_: object) -> nvml.Reading:
+        return nvml.Reading(1400, 690.0, power_cap_w=700.0, energy_j=700.0 * next(moments))
+
+    monkeypatch.setattr(nvml, "_device", lambda _: nullcontext(object()))
+    monkeypatch.setattr(nvml, "_state", state)
+    monkeypatch.setattr(readings, "METER_S", 0.001)
+    monkeypatch.setattr(readings, "meter", lambda: readings.Meter("GPU-1"))
+    before = threading.active_count()
+    Arms(PLAN, TABLE, Notebook(), differences=[], out=str(tmp_path), stop=False)
+    for _ in range(PLAN.steps):
+        optimizer.step()
+        time.sleep(0.005)
+    assert threading.active_count() == before
+    (rank,) = read_steps(tmp_path)
+    seen = [rank.readings[step] for step in sorted(rank.readings)]
+    assert {(r["power_w"], r["sm_mhz"], r["power_cap_w"]) for r in seen} == {(690.0, 1400.0, 700.0)}
+    for name in ("gpu_s", "energy_j"):
+        assert all(a[name] < b[name] for a, b in pairwise(seen))
 
 
 def test_the_job_ends_with_the_last_step(tmp_path: Path, optimizer: torch.optim.Optimizer) -> None:

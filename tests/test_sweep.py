@@ -19,9 +19,10 @@ import torch
 from click.testing import CliRunner
 from scripted import Scripted
 
-from gemmtune import table
+from gemmtune import regime, table
 from gemmtune.backends import base, cpu
 from gemmtune.cli import main
+from gemmtune.cli.sweep import remarks
 from gemmtune.errors import BackendError, Incompatible
 from gemmtune.gemm import Gemm
 from gemmtune.replay.plan import Plan
@@ -286,6 +287,20 @@ def test_shapes_of_a_gpu_are_not_swept_on_a_cpu_unasked(tmp_path):
         sweep(tmp_path, scripted.gemm(31), device="cuda")
     assert not (tmp_path / "candidates.csv").exists()
     assert sweep(tmp_path, scripted.gemm(31), options=QUICK._replace(force=True), **made).lines
+
+
+@pytest.mark.parametrize(
+    ("said", "how"),
+    [(regime.AT_CAP, "sustained"), (regime.BELOW, "screen"), ("", "sustained")],
+)
+def test_what_confirms_follows_the_regime_that_the_job_ran_in(tmp_path, said, how):
+    summary = sweep(tmp_path, scripted.gemm(32), gpu={"regime": said})
+    rows = table.read(tmp_path / "candidates.csv", table.Candidate).rows
+    assert {row.algo.config: row.regime for row in rows}["fast"] == how
+    made = table.read(tmp_path / "tuned.csv", table.Tuned).provenance
+    assert regime.of(made) == said
+    first = next(iter(remarks(summary)))
+    assert first.startswith(f"The job ran {said}:" if said else "Wrote ")
 
 
 def test_gemms_are_ordered_by_time_and_the_small_ones_get_less():
