@@ -12,7 +12,7 @@
 #define LT(name) cublasLt##name
 enum { OK = 0, NOT_INITIALIZED = 1, INVALID = 7, NOT_SUPPORTED = 15 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, R_E4M3 = 28, R_E5M2 = 29, COMPUTE_32F = 68 };
-enum { OP_N = 0, OP_T = 1 };
+enum { OP_N = 0, OP_T = 1, UNSET = -1 };
 enum { MOST = 8 };
 
 typedef struct {

@@ -1,9 +1,18 @@
-/* A stand-in for the part of libcuda that times calls: events on the host's clock, that complete when
- * the test says. Written from cuda.h. While a stream captures, touching events is refused as the
+/* A stand-in for the part of libcuda that times calls, with HIP for that of libamdhip64: events on the
+ * host's clock, that complete when the test says. Written from cuda.h and hip_runtime_api.h. While a stream captures, touching events is refused as the
  * driver does it, and counted: nothing of gemmtune's may try. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
+
+#ifdef HIP
+#define cuStreamIsCapturing hipStreamIsCapturing
+#define cuThreadExchangeStreamCaptureMode hipThreadExchangeStreamCaptureMode
+#define cuEventCreate hipEventCreateWithFlags
+#define cuEventRecord hipEventRecord
+#define cuEventQuery hipEventQuery
+#define cuEventElapsedTime hipEventElapsedTime
+#endif
 
 enum { OK = 0, INVALID = 1, NOT_READY = 600, UNSUPPORTED = 900, RELAXED = 2 };
 
@@ -17,12 +26,20 @@ void fake_hold(int on) { held = on; }
 int fake_violations(void) { return violations; }
 int fake_events(void) { return made; }
 
+#ifdef HIP
+int hipGetDevice(int *device)
+{
+    *device = 0;
+    return OK;
+}
+#else
 int cuCtxGetCurrent(void **context)
 {
     static int one;
     *context = &one;
     return OK;
 }
+#endif
 
 int cuStreamIsCapturing(void *stream, int *status)
 {

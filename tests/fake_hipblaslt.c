@@ -16,7 +16,7 @@
 enum { OK = 0, NOT_INITIALIZED = 1, INVALID = 3, INTERNAL = 6, INVALID_ENUM = 10 };
 enum { R_32F = 0, R_16F = 2, R_16BF = 14, R_E4M3 = 28, R_E5M2 = 29, R_E4M3_FNUZ = 1000,
        R_E5M2_FNUZ = 1001, COMPUTE_32F = 2 };
-enum { OP_N = 111, OP_T = 112 };
+enum { OP_N = 111, OP_T = 112, UNSET = 255 };
 
 typedef struct { uint64_t data[3]; } Opaque; /* hipblasLtMatmulAlgo_t: 16 bytes and a size_t */
 typedef struct { Opaque algo; size_t workspace; int state; float waves; int reserved[4]; } Result;

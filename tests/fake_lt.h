@@ -74,7 +74,7 @@ int LT(MatmulDescCreate)(Desc **out, int compute, int scale)
 {
     if (!out || compute != COMPUTE_32F || scale != R_32F) return INVALID;
     *out = made(sizeof **out);
-    **out = (Desc){.compute = compute, .scale = scale, .op_a = OP_N, .op_b = OP_N, .bias_type = -1,
+    **out = (Desc){.compute = compute, .scale = scale, .op_a = OP_N, .op_b = OP_N, .bias_type = UNSET,
                    .epilogue = PLAIN};
     return OK;
 }
@@ -163,7 +163,7 @@ static void multiply(const Desc *d, const float *alpha, const void *A, const Lay
     timespec_get(&begun, TIME_UTC);
     uint32_t epi = d->epilogue;
     float scale = *alpha * (d->scale_a ? *(float *)d->scale_a : 1) * (d->scale_b ? *(float *)d->scale_b : 1);
-    int bias_type = d->bias_type < 0 ? dd->type : d->bias_type;
+    int bias_type = d->bias_type == UNSET ? dd->type : d->bias_type;
     for (int64_t i = 0; i < dd->batch; i++)
         for (int64_t n = 0; n < (int64_t)dd->cols; n++)
             for (int64_t m = 0; m < (int64_t)dd->rows; m++) {

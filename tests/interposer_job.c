@@ -1,4 +1,4 @@
-/* A job's own library, linked to cuBLASLt, cuBLAS and the driver as torch's are: what it calls is
+/* A job's own library, linked to cuBLASLt, cuBLAS and the driver (with HIP to hipBLASLt) as torch's are: what it calls is
  * caught if a preloaded library has it. With MAIN the program that opens that library privately and
  * calls it from many threads, while another one chooses, drains and forks. */
 #include <dlfcn.h>
@@ -19,16 +19,25 @@ typedef struct {
     void *stream;
 } Spec;
 
+#ifdef HIP
+#define LT(name) hipblasLt##name
+enum { F32 = 2, OP = 0, EPILOGUE = 2, BIAS = 3, BIAS_TYPE = 4, BATCH = 0, STRIDE = 1, N = 111, WORDS = 3 };
+#else
+#define LT(name) cublasLt##name
+enum { F32 = 68, OP = 3, EPILOGUE = 7, BIAS = 8, BIAS_TYPE = 26, BATCH = 5, STRIDE = 6, N = 0, WORDS = 8 };
+#endif
+
 #ifndef MAIN
-int cublasLtCreate(void **), cublasLtMatrixLayoutCreate(void **, int, uint64_t, uint64_t, int64_t);
-int cublasLtMatrixLayoutSetAttribute(void *, int, const void *, size_t);
-int cublasLtMatrixLayoutDestroy(void *), cublasLtMatmulDescCreate(void **, int, int);
-int cublasLtMatmulDescSetAttribute(void *, int, const void *, size_t), cublasLtMatmulDescDestroy(void *);
-int cublasLtMatmulAlgoInit(void *, int, int, int, int, int, int, int, void *);
-int cublasLtMatmulAlgoConfigSetAttribute(void *, int, const void *, size_t);
-int cublasLtMatmul(void *, void *, const void *, const void *, void *, const void *, void *,
+int LT(Create)(void **), LT(MatrixLayoutCreate)(void **, int, uint64_t, uint64_t, int64_t);
+int LT(MatrixLayoutSetAttribute)(void *, int, const void *, size_t);
+int LT(MatrixLayoutDestroy)(void *), LT(MatmulDescCreate)(void **, int, int);
+int LT(MatmulDescSetAttribute)(void *, int, const void *, size_t), LT(MatmulDescDestroy)(void *);
+int LT(MatmulAlgoInit)(void *, int, int, int, int, int, int, int, void *);
+int LT(MatmulAlgoConfigSetAttribute)(void *, int, const void *, size_t);
+int LT(Matmul)(void *, void *, const void *, const void *, void *, const void *, void *,
                    const void *, const void *, void *, void *, void *, const void *, void *, size_t,
                    void *);
+#ifndef HIP
 int cublasCreate_v2(void **), cublasSetStream_v2(void *, void *);
 int cublasSetWorkspace_v2(void *, void *, size_t), cublasDestroy_v2(void *);
 int cublasGemmEx(void *, int, int, int, int, int, const void *, const void *, int, int, const void *,
@@ -36,14 +45,15 @@ int cublasGemmEx(void *, int, int, int, int, int, const void *, const void *, in
 int cublasGemmStridedBatchedEx(void *, int, int, int, int, int, const void *, const void *, int, int,
                                long long, const void *, int, int, long long, const void *, void *,
                                int, int, long long, int, int, int);
+#endif
 
 static void *layout(const Spec *s, int type, int rows, int cols, int ld)
 {
     void *made;
     int64_t stride = (int64_t)ld * cols;
-    if (cublasLtMatrixLayoutCreate(&made, type, (uint64_t)rows, (uint64_t)cols, ld)) abort();
-    cublasLtMatrixLayoutSetAttribute(made, 5, &s->batch, 4);
-    cublasLtMatrixLayoutSetAttribute(made, 6, &stride, 8);
+    if (LT(MatrixLayoutCreate)(&made, type, (uint64_t)rows, (uint64_t)cols, ld)) abort();
+    LT(MatrixLayoutSetAttribute)(made, BATCH, &s->batch, 4);
+    LT(MatrixLayoutSetAttribute)(made, STRIDE, &stride, 8);
     return made;
 }
 
@@ -51,40 +61,51 @@ static int lt(const Spec *s, long times, char *a, char *b, char *d, void *ws, fl
 {
     static _Thread_local void *handle;
     void *desc;
-    uint64_t algo[8] = {0};
+    uint64_t algo[WORDS] = {0};
     float alpha = 1;
     int has_algo = s->settings[0] != 0, status = 0;
-    if (!handle && cublasLtCreate(&handle)) return 1;
+    if (!handle && LT(Create)(&handle)) return 1;
     void *bias = b; /* any memory */
-    if (cublasLtMatmulDescCreate(&desc, 68, 0)) return 1;
-    cublasLtMatmulDescSetAttribute(desc, 3, &s->trans_a, 4);
-    cublasLtMatmulDescSetAttribute(desc, 4, &s->trans_b, 4);
-    cublasLtMatmulDescSetAttribute(desc, 7, &s->epi, 4);
-    if (s->epi != 1) cublasLtMatmulDescSetAttribute(desc, 8, &bias, 8);
-    if (s->bias_type >= 0) cublasLtMatmulDescSetAttribute(desc, 26, &s->bias_type, 4);
+    if (LT(MatmulDescCreate)(&desc, F32, 0)) return 1;
+    LT(MatmulDescSetAttribute)(desc, OP, &s->trans_a, 4);
+    LT(MatmulDescSetAttribute)(desc, OP + 1, &s->trans_b, 4);
+    LT(MatmulDescSetAttribute)(desc, EPILOGUE, &s->epi, 4);
+    if (s->epi != 1) LT(MatmulDescSetAttribute)(desc, BIAS, &bias, 8);
+    if (s->bias_type >= 0) LT(MatmulDescSetAttribute)(desc, BIAS_TYPE, &s->bias_type, 4);
+#ifndef HIP
     int8_t fast = (int8_t)s->fast;
-    if (fast) cublasLtMatmulDescSetAttribute(desc, 25, &fast, 1);
-    void *la = layout(s, s->type_a, s->trans_a ? s->k : s->m, s->trans_a ? s->m : s->k, s->lda);
-    void *lb = layout(s, s->type_b, s->trans_b ? s->n : s->k, s->trans_b ? s->k : s->n, s->ldb);
+    if (fast) LT(MatmulDescSetAttribute)(desc, 25, &fast, 1);
+#endif
+    void *la = layout(s, s->type_a, s->trans_a != N ? s->k : s->m, s->trans_a != N ? s->m : s->k, s->lda);
+    void *lb = layout(s, s->type_b, s->trans_b != N ? s->n : s->k, s->trans_b != N ? s->k : s->n, s->ldb);
     void *ld = layout(s, s->type_d, s->m, s->n, s->ldd);
+#ifdef HIP
+    /* A solution's index, and from the tenth byte on the workspace that it may use: a MiB. */
+    algo[0] = (uint64_t)s->settings[0];
+    algo[1] = 1 << 28;
+#else
     if (has_algo) {
-        status = cublasLtMatmulAlgoInit(handle, 68, 0, s->type_a, s->type_b, s->type_d, s->type_d,
+        status = LT(MatmulAlgoInit)(handle, 68, 0, s->type_a, s->type_b, s->type_d, s->type_d,
                                         s->settings[0], algo);
         for (int i = 1; i < 9 && !status; i++)
-            status = cublasLtMatmulAlgoConfigSetAttribute(algo, i, &s->settings[i], i < 7 ? 4 : 2);
+            status = LT(MatmulAlgoConfigSetAttribute)(algo, i, &s->settings[i], i < 7 ? 4 : 2);
     }
+#endif
     for (long i = 0; i < times && !status; i++)
-        status = cublasLtMatmul(handle, desc, &alpha, a, la, b, lb, &s->beta, d, ld, d, ld,
+        status = LT(Matmul)(handle, desc, &alpha, a, la, b, lb, &s->beta, d, ld, d, ld,
                                 has_algo ? algo : NULL, s->ws_bytes ? ws : NULL, s->ws_bytes,
                                 s->stream);
-    cublasLtMatrixLayoutDestroy(la);
-    cublasLtMatrixLayoutDestroy(lb);
-    cublasLtMatrixLayoutDestroy(ld);
-    cublasLtMatmulDescDestroy(desc);
+    LT(MatrixLayoutDestroy)(la);
+    LT(MatrixLayoutDestroy)(lb);
+    LT(MatrixLayoutDestroy)(ld);
+    LT(MatmulDescDestroy)(desc);
     memcpy(out, d, sizeof *out);
     return status;
 }
 
+#ifdef HIP
+#define older(...) 1
+#else
 static int older(const Spec *s, long times, char *a, char *b, char *d, void *ws)
 {
     static _Thread_local void *handle;
@@ -108,6 +129,7 @@ static int older(const Spec *s, long times, char *a, char *b, char *d, void *ws)
     }
     return status;
 }
+#endif
 
 /* Runs a GEMM `times` times on ones; its status, and the first of the result. */
 int job_gemm(const Spec *s, long times, float *out)
@@ -130,9 +152,13 @@ static _Atomic int done;
 
 static Spec spec(long i)
 {
-    Spec s = {.m = 8, .n = 8, .k = 8 + 8 * (int)(i % 7), .trans_a = 1, .type_a = 0, .type_b = 0, .epi = 1,
-              .bias_type = -1, .batch = 1, .ws_bytes = 4096, .settings = {20, 15, 1},
-              .api = (int)(i % 3)};
+    Spec s = {.m = 8, .n = 8, .k = 8 + 8 * (int)(i % 7), .type_a = 0, .type_b = 0, .epi = 1,
+              .bias_type = -1, .batch = 1, .ws_bytes = 4096};
+#ifdef HIP
+    s.trans_a = 112, s.trans_b = 111, s.settings[0] = 1000;
+#else
+    s.trans_a = 1, s.settings[0] = 20, s.settings[1] = 15, s.settings[2] = 1, s.api = (int)(i % 3);
+#endif
     s.lda = s.ldb = s.k;
     s.ldd = s.m;
     return s;
@@ -150,7 +176,14 @@ static void *work(void *number)
 }
 
 /* The first word of what is drained is a key; its last four are applied, calls, timed and time. */
-enum { ROOM = 64, KEY = 144, LAUNCH = KEY + 64 + 32, ROW = KEY + 40 };
+#ifdef HIP
+enum { ALGO = 24, SETTINGS = 32 }; /* the latter with what fills up a row */
+static const uint32_t settings[9] = {1017};
+#else
+enum { ALGO = 64, SETTINGS = 40 };
+static const uint32_t settings[9] = {20, 20, 1};
+#endif
+enum { ROOM = 64, KEY = 144, LAUNCH = KEY + ALGO + 32, ROW = KEY + SETTINGS };
 static uint64_t calls, applied;
 
 static void *meddle(void *unused)
@@ -158,19 +191,18 @@ static void *meddle(void *unused)
     static _Alignas(8) char rows[ROOM][ROW], got[ROOM][LAUNCH];
     size_t (*drain)(void *, size_t) = (size_t(*)(void *, size_t))dlsym(RTLD_DEFAULT, "gemmtune_drain");
     int (*choose)(void *, size_t) = (int (*)(void *, size_t))dlsym(RTLD_DEFAULT, "gemmtune_choose");
-    const uint32_t settings[9] = {20, 20, 1};
     size_t known = 0;
     for (int last = 0; !last;) {
         last = done;
         size_t found = drain(got, ROOM);
         for (size_t i = 0; i < found; i++) {
             uint64_t counts[4];
-            memcpy(counts, got[i] + KEY + 64, sizeof counts);
+            memcpy(counts, got[i] + KEY + ALGO, sizeof counts);
             calls += counts[1];
             applied += counts[0] ? counts[1] : 0;
             if (!counts[0] && known < ROOM) {
                 memcpy(rows[known], got[i], KEY);
-                memcpy(rows[known++] + KEY, settings, sizeof settings);
+                memcpy(rows[known++] + KEY, settings, ALGO == 24 ? 24 : sizeof settings);
             }
         }
         choose(rows, known % 5 ? known : 0);

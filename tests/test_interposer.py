@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import fake_lt
 import interposer_job
 import pytest
 
@@ -25,36 +26,44 @@ def cc(out: Path, *words: str | Path) -> Path:
     return out
 
 
-def fakes(folder: Path, *flags: str) -> Path:
+def fakes(vendor: str, folder: Path, *flags: str) -> Path:
     """The libraries under their real names, and a job that is linked to them."""
     folder.mkdir(exist_ok=True)
+    hip = vendor == "hipblaslt"
+    flags = (*flags, *["-DHIP"] * hip)
 
     def shared(name: str, source: str, *needs: Path) -> Path:
         tied = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}")
         source_file = HERE / source
         return cc(folder / name, *flags, "-shared", "-fPIC", source_file, *tied, *needs, "-lm")
 
-    lt = shared("libcublasLt.so.13", "fake_cublaslt.c")
-    blas = shared("libcublas.so.13", "fake_cublas.c", lt)
-    cuda = shared("libcuda.so.1", "fake_cuda.c")
-    shared("libjob.so", "interposer_job.c", blas, lt, cuda)
+    lt = shared(fake_lt.LIBRARIES[vendor], f"fake_{vendor}.c")
+    driver = shared("libamdhip64.so.6" if hip else "libcuda.so.1", "fake_cuda.c")
+    blas = [] if hip else [shared("libcublas.so.13", "fake_cublas.c", lt)]
+    shared("libjob.so", "interposer_job.c", *blas, lt, driver)
+    build.compile_to(folder / build.NAME, (*build.WARNINGS, *flags, *[build.HIP] * hip))
     return folder
 
 
+@pytest.fixture(scope="module", params=fake_lt.FAKES)
+def vendor(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         build.compiler()
     except BackendError as e:
         pytest.skip(str(e))
-    made = fakes(tmp_path_factory.mktemp("fakes"))
-    build.compile_to(made / build.NAME, build.WARNINGS)
-    return made
+    return fakes(vendor, tmp_path_factory.mktemp("fakes"))
 
 
 @pytest.mark.parametrize("scenario", interposer_job.SCENARIOS)
-def test_in_a_job(scenario, folder):
-    env = {**os.environ, "LD_PRELOAD": str(folder / build.NAME)}
+def test_in_a_job(scenario, vendor, folder):
+    if vendor == "hipblaslt" and scenario in interposer_job.OF_THE_OLDER_API:
+        pytest.skip("of hipBLAS nothing is caught")
+    env = {**os.environ, "LD_PRELOAD": str(folder / build.NAME), "GEMMTUNE_TEST_VENDOR": vendor}
     words = [sys.executable, HERE / "interposer_job.py", scenario, folder]
     env["PYTHONPATH"] = os.pathsep.join((str(HERE.parent), str(HERE)))
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
@@ -69,7 +78,7 @@ SANITIZERS = {
 
 
 @pytest.mark.parametrize("name", SANITIZERS)
-def test_threads_count_exactly_while_another_chooses_drains_and_forks(name, folder, tmp_path):
+def test_threads_count_exactly_while_another_chooses_drains_and_forks(name, vendor, tmp_path):
     flags, runtimes, calls = SANITIZERS[name]
     if (
         flags
@@ -82,9 +91,11 @@ def test_threads_count_exactly_while_another_chooses_drains_and_forks(name, fold
         ).returncode
     ):
         pytest.skip(f"this compiler has no {name} sanitizer")
-    made = fakes(tmp_path / "fakes", *flags)
-    build.compile_to(made / build.NAME, (*build.WARNINGS, *flags))
-    main = cc(tmp_path / "main", *flags, "-DMAIN", HERE / "interposer_job.c", "-pthread", "-ldl")
+    made = fakes(vendor, tmp_path / "fakes", *flags)
+    kind = ["-DHIP"] * (vendor == "hipblaslt")
+    main = cc(
+        tmp_path / "main", *flags, *kind, "-DMAIN", HERE / "interposer_job.c", "-pthread", "-ldl"
+    )
     found = [
         subprocess.run(
             [*build.compiler(), f"-print-file-name={runtime}"],
@@ -126,6 +137,16 @@ def test_it_is_built_once_and_by_many_at_once(folder, tmp_path, monkeypatch):
     assert [p.name for p in made[0].parent.iterdir()] == [build.NAME]
     before = made[0].stat().st_mtime_ns
     assert build.library() == made[0] and made[0].stat().st_mtime_ns == before
+
+
+def test_each_vendors_backend_has_its_own_build_to_preload(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = {name: base.preload(name) for name in ("cublaslt", "hipblaslt")}
+    calls = {"cublaslt": b"cublasGemmEx\0", "hipblaslt": b"hipblasLtMatmul\0"}
+    for name, path in made.items():
+        found = path.read_bytes()
+        assert [call in found for call in calls.values()] == [c == name for c in calls]
+    assert base.preload("cpu") is None
 
 
 def test_without_a_compiler_the_package_is_named(tmp_path, monkeypatch):
