@@ -8,7 +8,7 @@ GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,19 +22,39 @@ def read(uuid: str) -> Reading:
     with _device(uuid) as ask:
         if ask is None:
             return Reading()
-        clock = _numbers(ask("amdsmi_get_clock_info", "AmdSmiClkType.GFX"))
-        power = _numbers(ask("amdsmi_get_power_info"))
         memory = _numbers(ask("amdsmi_get_gpu_vram_usage"))
-        where = ("AmdSmiTemperatureType.HOTSPOT", "AmdSmiTemperatureMetric.CURRENT")
-        watts = ("socket_power", "current_socket_power", "average_socket_power")
         processes = [p for p in ask("amdsmi_get_gpu_process_list") or () if isinstance(p, dict)]
-        return Reading(
-            sm_mhz=int(clock.get("clk") or clock.get("cur_clk") or 0),
-            power_w=next((power[name] for name in watts if power.get(name)), 0.0),
-            temperature_c=int(_numbers({"t": ask("amdsmi_get_temp_metric", *where)}).get("t", 0)),
+        return _state(ask)._replace(
             free_bytes=int(memory.get("vram_total", 0) - memory.get("vram_used", 0)) * MIB,
             others=tuple(p["pid"] for p in processes if p.get("memory_usage", {}).get("vram_mem")),
         )
+
+
+@contextmanager
+def meter(uuid: str) -> Iterator[Callable[[], Reading] | None]:
+    """As nvml.meter."""
+    with _device(uuid) as ask:
+        yield None if ask is None else lambda: _state(ask)
+
+
+def _state(ask: Any) -> Reading:
+    def first(name: str, *keys: str, of: str = "") -> float:
+        known = _numbers(ask(name, of) if of else ask(name))
+        return next((known[key] for key in keys if known.get(key)), 0.0)
+
+    where = ("AmdSmiTemperatureType.HOTSPOT", "AmdSmiTemperatureMetric.CURRENT")
+    watts = ("socket_power", "current_socket_power", "average_socket_power")
+    ticks = first("amdsmi_get_energy_count", "energy_accumulator", "power")
+    return Reading(
+        sm_mhz=int(first("amdsmi_get_clock_info", "clk", "cur_clk", of="AmdSmiClkType.GFX")),
+        power_w=first("amdsmi_get_power_info", *watts),
+        temperature_c=int(_numbers({"t": ask("amdsmi_get_temp_metric", *where)}).get("t", 0)),
+        power_cap_w=first("amdsmi_get_power_cap_info", "power_cap") / 1e6,
+        max_sm_mhz=int(first("amdsmi_get_clock_info", "max_clk", of="AmdSmiClkType.GFX")),
+        mem_mhz=int(first("amdsmi_get_clock_info", "clk", "cur_clk", of="AmdSmiClkType.MEM")),
+        busy_percent=int(first("amdsmi_get_gpu_activity", "gfx_activity")),
+        energy_j=ticks * first("amdsmi_get_energy_count", "counter_resolution") / 1e6,
+    )
 
 
 def _numbers(answer: Any) -> dict[str, float]:

@@ -175,7 +175,7 @@ static void *work(void *number)
     return (void *)failed;
 }
 
-/* The first word of what is drained is a key; its last four are applied, calls, timed and time. */
+/* What is drained begins with a key and an algorithm and ends with id, applied, calls, timed and time. */
 #ifdef HIP
 enum { ALGO = 24, SETTINGS = 32 }; /* the latter with what fills up a row */
 static const uint32_t settings[9] = {1017};
@@ -183,7 +183,7 @@ static const uint32_t settings[9] = {1017};
 enum { ALGO = 64, SETTINGS = 40 };
 static const uint32_t settings[9] = {20, 20, 1};
 #endif
-enum { ROOM = 64, KEY = 144, LAUNCH = KEY + ALGO + 32, ROW = KEY + SETTINGS };
+enum { ROOM = 64, KEY = 144, LAUNCH = KEY + ALGO + 40, ROW = KEY + SETTINGS };
 static uint64_t calls, applied;
 
 static void *meddle(void *unused)
@@ -197,7 +197,7 @@ static void *meddle(void *unused)
         size_t found = drain(got, ROOM);
         for (size_t i = 0; i < found; i++) {
             uint64_t counts[4];
-            memcpy(counts, got[i] + KEY + ALGO, sizeof counts);
+            memcpy(counts, got[i] + KEY + ALGO + 8, sizeof counts);
             calls += counts[1];
             applied += counts[0] ? counts[1] : 0;
             if (!counts[0] && known < ROOM) {

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from gemmtune import nvml
+from gemmtune import gpu, machine, nvml
 
 METER_S = 0.1  # between two readings of a GPU
 
@@ -67,7 +67,7 @@ class Meter:
         self._thread.start()
 
     def _run(self) -> None:
-        with nvml.meter(self._uuid) as read:
+        with gpu.meter(self._uuid) as read:
             while read is not None:
                 self._seen.append((time.monotonic(), read()))
                 if self._closed.wait(METER_S):
@@ -109,5 +109,8 @@ def meter() -> Meter | None:
 
     if not torch.cuda.is_initialized():
         return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    index = torch.cuda.current_device()
+    if torch.version.hip:  # whose uuid torch spells in its own way
+        return Meter("".join(found.uuid for found in machine.gpus()[index : index + 1]))
+    properties = torch.cuda.get_device_properties(index)
     return Meter(f"GPU-{getattr(properties, 'uuid', '')}")
