@@ -128,7 +128,7 @@ class HipblasLt(Lt):
 
     def _need(self, problem: Problem, algo: Any) -> int:
         """No function of the C API checks an algorithm: what the library lists can run."""
-        listed = problem.listed.get(bytes(algo))
+        listed = problem.needs.get(bytes(algo))
         if listed is not None:
             return listed
         extension = self._extend()

@@ -122,8 +122,7 @@ class Lt:
         """
         problem = self._problem(gemm)
         found: dict[str, tuple[Config, int, int]] = {}  # settings, rank, workspace; by spelling
-        results = problem.heuristic()
-        for rank, (algo, need) in enumerate(results):
+        for rank, (algo, need) in enumerate(problem.listed):
             config = problem.settings(algo)
             found.setdefault(spell(config), (config, rank, need))
         ((first, need),) = problem.heuristic(1)
@@ -131,9 +130,11 @@ class Lt:
         found = {spell(default): found.get(spell(default), (default, 0, need)), **found}
         if self.explored:
             chosen = [config for config, _, _ in found.values()]
-            for rank, (config, need) in enumerate(self._beyond(problem, chosen), len(results)):
+            for rank, (config, need) in enumerate(
+                self._beyond(problem, chosen), len(problem.listed)
+            ):
                 found[spell(config)] = config, rank, need
-        self._listed[gemm] = len(results)
+        self._listed[gemm] = len(problem.listed)
         algos = [Algo(config["id"], rank, text) for text, (config, rank, _) in found.items()]
         self._needs |= {(gemm, algo): found[algo.config][2] for algo in algos}
         return algos

@@ -281,12 +281,14 @@ class Problem:
         return [(r.algo, r.workspace) for r in good]
 
     @cached_property
-    def listed(self) -> dict[bytes, int]:
-        """What the library lists, in its order: each algorithm's structure, and its workspace."""
-        found: dict[bytes, int] = {}
-        for algo, need in self.heuristic():
-            found.setdefault(bytes(algo), need)
-        return found
+    def listed(self) -> list[tuple[Any, int]]:
+        """All that the library lists: see `heuristic`. A list of thousands is asked for once."""
+        return self.heuristic()
+
+    @cached_property
+    def needs(self) -> dict[bytes, int]:
+        """The workspace of each algorithm that the library lists, by its structure."""
+        return {bytes(algo): need for algo, need in reversed(self.listed)}
 
     def settings(self, algo: Any) -> Config:
         """An algorithm's settings, read from its structure."""
