@@ -23,6 +23,7 @@ TYPE_BYTES = {
 FP8_TYPES = ("float8e4m3", "float8e5m2")
 EPILOGUES = ("-", "bias", "geluaux", "geluauxbias", "dgelu", "dgelubgrad", "bgradb")
 COMPUTE_TYPES = ("f32", "f64")
+LIBRARY_APIS = ("lt", "gemmex", "gemmstridedbatchedex")
 PASSES = ("fprop", "dgrad", "wgrad", "other")
 
 
@@ -79,7 +80,12 @@ class Gemm(NamedTuple):
     @property
     def batched(self) -> bool:
         """Whether its operands have a batch dimension, if only of one."""
-        return self.batch != 1 or self.api in ("bmm", "baddbmm")
+        return self.batch != 1 or self.api in ("bmm", "baddbmm", "gemmstridedbatchedex")
+
+    @property
+    def seen(self) -> bool:
+        """Whether it is the GPU library's own call, workspace and alignment with it."""
+        return self.api in LIBRARY_APIS
 
     @property
     def fp8(self) -> bool:

@@ -4,7 +4,8 @@ Waits for `warmup` optimizer steps, records `steps` of them, and writes this pro
 at the end and every half second while it records, so that a job that dies keeps what was seen.
 Meanwhile a meter reads the GPU; where asked for, one more step is profiled.
 Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null),
-profile (true or false; null: where a GPU is used).
+profile (true or false; null: where a GPU is used), backend (that of the interposer, null without
+one), time (true or false: have the interposer time calls).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +22,11 @@ from gemmtune.capture.dims import Dims
 from gemmtune.capture.ops import Recorder
 from gemmtune.capture.profile import power
 from gemmtune.capture.profiler import profile_step
+from gemmtune.errors import BackendError
 from gemmtune.job import files, readings, steps
+
+if TYPE_CHECKING:
+    from gemmtune.capture.calls import Calls
 
 SAVE_EVERY_S = 0.5
 
@@ -71,12 +76,25 @@ class Session:
                 self.recorder.forget()
 
     def _begin(self) -> None:
-        self.recorder = Recorder()
+        self.recorder = Recorder(self._calls())
         if self.dims is not None:
             self.dims.install()
         threading.Thread(target=self._save_at_times, daemon=True).start()
         self.meter = readings.meter()
         self._began = time.perf_counter()
+
+    def _calls(self) -> Calls | None:
+        backend = self.options["backend"]
+        if backend is None:
+            return None
+        from gemmtune.capture.calls import Calls
+        from gemmtune.interposer import client
+
+        try:
+            return Calls(client.present(backend), self.options["time"])
+        except BackendError as error:
+            files.complain("recording the library's calls", error)
+            return None
 
     def _on_step(self, _: int) -> None:
         if self.recorder is None:
@@ -109,6 +127,8 @@ class Session:
             steps.stop_job()
 
     def _end(self) -> None:
+        if self.options["time"] and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the last calls' events have happened then
         if self.recorder is not None:
             self.recorder.remove()
         if self.meter is not None:
@@ -141,6 +161,7 @@ class Session:
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": self.optimizers or steps.optimizers(),
+                    "timed": self.options["time"],
                     "device": "cuda" if torch.cuda.is_initialized() else "cpu",
                     "compiled": _compiled(),
                     "gpu": self.gpu,
