@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fake_lt
 
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.gemm import LIBRARY_APIS, Algo, Gemm
 from gemmtune.interposer import client
 from gemmtune.interposer.client import REASONS, Interposer, InterposerApplier
 
@@ -24,7 +24,7 @@ SETTINGS = (1000 if HIP else 20, 15, 1, 0, 0, 0, 0, 0, 0)
 UNALIGNED = (1034, 0, 0, 0, 0, 0, 0, 0, 0) if HIP else SETTINGS
 N, T = (111, 112) if HIP else (0, 1)
 DRIVER = "libamdhip64.so.6" if HIP else "libcuda.so.1"
-APIS = client.APIS[: 1 if HIP else 3]  # of hipBLAS nothing is caught
+APIS = LIBRARY_APIS[: 1 if HIP else 3]  # of hipBLAS nothing is caught
 # hipBLASLt's solutions that stand for tiles of cuBLASLt; 1136 splits k in 4.
 SOLUTIONS = {15: 1000, 20: 1017, 99: 9999}
 CAPTURING = 1  # the stream that captures where one does

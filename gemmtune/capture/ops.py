@@ -19,6 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 
+from gemmtune.capture import te
 from gemmtune.capture.names import clean_name
 from gemmtune.capture.passes import Forward, match
 from gemmtune.gemm import PASSES, Gemm
@@ -101,14 +102,18 @@ class Recorder:
         self._searched: set[int] = set()
         self._recompute = Recompute()
         how: dict[str, Any] = {"plain": self._plain}
+        self._te = None
         if calls is not None:
             how = {"begin": calls.begin, "since": calls.since}
+            self._te = te.Hook(self.claim, **how)
         self._override = kernels.Override(self._note, others=True, watch=True, **how)
 
     def remove(self) -> None:
         """Leave torch as it was; what was seen stays."""
         self._override.remove()
         self._recompute.remove()
+        if self._te is not None:
+            self._te.remove()
         if self._calls is not None:
             self._calls.stop()
         self._sort()
@@ -226,7 +231,10 @@ class Recorder:
 
     def claim(self, name: str, spent: Any) -> None:
         """Note a call that no operator of torch made, of pass `name`, which has just returned."""
-        self._noted.extend((self.step, (name,), (), 0, 0, spent, *self._where(None)))
+        try:
+            self._noted.extend((self.step, (name,), (), 0, 0, spent, *self._where(None)))
+        except Exception as error:
+            complain("recording a GEMM of Transformer Engine", error)
 
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], spent: Any) -> None:
         x, w = args[1:3] if op in WITH_C else args[:2]
