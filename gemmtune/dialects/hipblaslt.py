@@ -1,9 +1,10 @@
 """hipBLASLt's words for a GEMM: those of hipblaslt-bench, its logs and its tuning files. Pure.
 
-Three spellings share them: the command lines that HIPBLASLT_LOG_MASK=32 prints, the YAML of masks 64
-and 128, and the columns of tuning files. Each is read into a mapping of the option's long name to
-its text, and `gemm` makes a Gemm of that. Sources: tensile_host.cpp (logBenchFromTensileDataGemm,
-logProfileFromTensileDataGemm) and hipblaslt_arguments.hpp of ROCm/hipBLASLt and ROCm/rocm-libraries.
+Three spellings share them: the command lines that HIPBLASLT_LOG_MASK=32 prints, the YAML of masks
+64 and 128, and the columns of tuning files. Each is read into a mapping of the option's long name
+to its text, and `gemm` makes a Gemm of that. Sources: tensile_host.cpp (logBenchFromTensileDataGemm
+and logProfileFromTensileDataGemm) and hipblaslt_arguments.hpp of ROCm/hipBLASLt and
+ROCm/rocm-libraries.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import re
 from collections.abc import Mapping
 
 from gemmtune.gemm import Gemm
+from gemmtune.table import LARGEST
 
 # hipblaslt_datatype2string.hpp and auxiliary.hpp; FNUZ types are FP8 as gfx942 has it.
 TYPES = {
@@ -31,25 +33,35 @@ _COMPUTE = {"f32_r": "f32", "c_f32_r": "f32", "s": "f32", "f64_r": "f64", "d": "
 # --scaleA: s/v once, numbers since; as Gemm.scale_mode (0: a scale per tensor or none, 2: of 32
 # elements, 3: a scale per row).
 SCALES = {"": 0, "0": 0, "none": 0, "1": 0, "s": 0, "f32_r": 0, "2": 3, "v": 3, "3": 2}
-GPUS = {904: "gfx942", 905: "gfx950"}  # dev_cap of those that have FP8 and TE for ROCm
+GPUS = {904: "gfx942", 905: "gfx950"}  # dev_cap of those that the ROCm fork of TE is built for
 SHORT = {"sizem": "m", "sizen": "n", "sizek": "k", "r": "precision", "M": "m", "N": "n", "K": "k"}
 SHORT |= {"swizzle_a": "swizzleA", "swizzle_b": "swizzleB", "soulution_index": "solution_index"}
 _PER_GROUP = re.compile(r"m|n|k|ld[a-e]|stride_[a-e]")
 # What every logged line says; one that does not was cut.
-_LOGGED = ("m", "n", "k", "lda", "ldb", "ldd", "stride_a", "stride_b", "stride_d", "beta")
-_LOGGED += ("transA", "transB", "batch_count", "a_type", "b_type", "d_type", "compute_type")
+_LOGGED: tuple[str, ...] = (
+    *("m", "n", "k", "lda", "ldb", "ldd", "stride_a", "stride_b", "stride_d", "beta"),
+    *("transA", "transB", "batch_count", "a_type", "b_type", "d_type", "compute_type"),
+)
 _OPTION = re.compile(r"--?[A-Za-z]")
 
 
 def dev_cap(arch: str) -> int | None:
     """TE's number of an architecture: gfx942:sramecc+:xnack- (major, minor, stepping) is 904."""
-    known = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", arch.split(":")[0].strip().lower())
+    known = re.fullmatch(r"gfx([0-9]{1,2})([0-9a-f])[0-9a-f](:.*)?", arch.strip().lower())
     return int(known[1]) * 100 + int(known[2], 16) if known else None
 
 
 def revision(version: str) -> str:
     """The git revision in a version such as 1.0.1-abcdef12 or 100001-abcdef12; "" without one."""
     return version.partition("-")[2]
+
+
+def time_of(text: str, unit_us: float = 1.0) -> float:
+    """Microseconds of a time in `unit_us`; 0 where it is none (inf, nan, nothing)."""
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?", text.strip()):
+        return 0.0
+    time_us = float(text) * unit_us
+    return time_us if time_us < LARGEST else 0.0
 
 
 def command(text: str) -> list[dict[str, str]]:
@@ -76,7 +88,7 @@ def command(text: str) -> list[dict[str, str]]:
             fields[name] = value
     if "precision" in fields:
         fields = {f"{x}_type": fields["precision"] for x in "abcd"} | fields
-    wanted = _LOGGED if "api_method" in fields else ()  # the library wrote it
+    wanted = _LOGGED[: None if "api_method" in fields else 0]  # then the library wrote it
     if by_group:
         wanted = tuple(name for name in wanted if not name.startswith("stride"))
     if missing := [name for name in wanted if name not in fields and name not in by_group]:
@@ -125,56 +137,60 @@ def gemm(fields: Mapping[str, str], api: str = "lt") -> Gemm:
         return int(text)
 
     m, n, k = number("m"), number("n"), number("k")
-    trans = [_trans(fields.get(f"trans{x}", "N")) for x in "AB"]
+    trans_a, trans_b = (_trans(fields.get(f"trans{x}", "N")) for x in "AB")
     a, b, d = (_type(f"{x}_type", fields.get(f"{x}_type", "")) for x in "abd")
     comp = _COMPUTE.get(fields.get("compute_type", ""))
     if comp is None:
         raise ValueError(f"compute_type {fields.get('compute_type', '')!r}: known are f32_r, f64_r")
     scale = _type("scale_type", fields.get("scale_type", "f64_r" if comp == "f64" else "f32_r"))
     batch = number("batch_count", 1)
-    lds = number("lda", m if trans[0] == "N" else k), number("ldb", k if trans[1] == "N" else n)
-    ldd = number("ldd", m)
-    strides = [
-        number(f"stride_{x}", ld * cols) if batch > 1 else 0
-        for x, ld, cols in (
-            ("a", lds[0], k if trans[0] == "N" else m),
-            ("b", lds[1], n if trans[1] == "N" else k),
-            ("d", ldd, n),
-        )
-    ]
+    (rows_a, columns_a), (rows_b, columns_b) = stored(m, n, k, trans_a, trans_b)
+    lda, ldb, ldd = number("lda", rows_a), number("ldb", rows_b), number("ldd", m)
+
+    def stride(name: str, dense: int) -> int:
+        return number(name, dense) if batch > 1 else 0
+
     epi = _epilogue(fields)
     biased = epi not in ("-", "geluaux", "dgelu")
     return sound(
         Gemm(
-            *(m, n, k, *trans, a, b, d),
+            m=m,
+            n=n,
+            k=k,
+            trans_a=trans_a,
+            trans_b=trans_b,
+            type_a=a,
+            type_b=b,
+            type_d=d,
             bias_type=_type("bias_type", fields.get("bias_type", "")) if biased else "-",
-            lda=lds[0],
-            ldb=lds[1],
+            lda=lda,
+            ldb=ldb,
             ldd=ldd,
             epi=epi,
             comp=comp,
             scale=scale,
             beta=int(_float("beta", fields.get("beta", "0")) != 0),
             batch=batch,
-            stride_a=strides[0],
-            stride_b=strides[1],
-            stride_d=strides[2],
+            stride_a=stride("stride_a", lda * columns_a),
+            stride_b=stride("stride_b", ldb * columns_b),
+            stride_d=stride("stride_d", ldd * n),
             scale_mode=_scale_mode(fields, "float8" in a + b),
             api=api,
         )
     )
 
 
+def stored(m: int, n: int, k: int, trans_a: str, trans_b: str) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of A and of B as they lie in memory."""
+    return (m, k) if trans_a == "N" else (k, m), (k, n) if trans_b == "N" else (n, k)
+
+
 def sound(g: Gemm) -> Gemm:
     """The Gemm itself. Raises ValueError where no library would launch it."""
     if min(g.m, g.n, g.k, g.batch) < 1:
         raise ValueError("a size of 0: never launched")
-    least = {
-        "lda": g.m if g.trans_a == "N" else g.k,
-        "ldb": g.k if g.trans_b == "N" else g.n,
-        "ldd": g.m,
-    }
-    for name, size in least.items():
+    a, b = stored(g.m, g.n, g.k, g.trans_a, g.trans_b)
+    for name, size in (("lda", a[0]), ("ldb", b[0]), ("ldd", g.m)):
         if getattr(g, name) < size:
             raise ValueError(f"{name} {getattr(g, name)} is smaller than the matrix ({size})")
     return g

@@ -1,9 +1,9 @@
 """hipBLASLt's tuning files: read and write. Pure.
 
 hipblaslt-bench writes them to HIPBLASLT_TUNING_FILE, a job loads one named by
-HIPBLASLT_TUNING_OVERRIDE_FILE. Line 1 is `Git Version: REVISION` and must be the library's own; then
-a header and a row for each GEMM, both indented. Older libraries wrote rows alone and read them by
-position: 37 cells, the solution's index the 35th. Newer ones read by the header's names, in
+HIPBLASLT_TUNING_OVERRIDE_FILE. Line 1 is `Git Version: REVISION` and must be the library's own;
+then a header and a row for each GEMM, both indented. Older libraries wrote rows alone and read them
+by position: 37 cells, the solution's index the 35th. Newer ones read by the header's names, in
 their order. What is written here has the 37 columns under today's names, so both read it. (Sources:
 argument_model.hpp and UserDrivenTuningParser.cpp of ROCm/hipBLASLt and ROCm/rocm-libraries.)
 
@@ -17,15 +17,16 @@ import re
 from collections.abc import Iterator, Sequence
 
 from gemmtune.dialects import hipblaslt
-from gemmtune.gemm import Algo, Gemm
-from gemmtune.table import LARGEST, WS_MAX, Tuned, split_lines
+from gemmtune.gemm import Algo
+from gemmtune.table import WS_MAX, Tuned, split_lines
 
-COLUMNS = tuple(
+HEADER = (
     "transA,transB,grouped_gemm,batch_count,m,n,k,alpha,lda,stride_a,beta,ldb,stride_b,ldc,stride_c,"
     "ldd,stride_d,a_type,b_type,c_type,d_type,compute_type,scaleA,scaleB,scaleC,scaleD,amaxD,"
     "activation_type,bias_vector,bias_type,rotating_buffer,hipblaslt-Gflops,hipblaslt-GB/s,us,"
-    "solution_index,gcnArchName,CUs".split(",")
+    "solution_index,gcnArchName,CUs"
 )
+COLUMNS = tuple(HEADER.split(","))
 VERSION = "Git Version: "
 # Of a row that says no rank: any list of the library's that is long enough has the algorithm, and
 # TE searches a list from its start where the rank is beyond it.
@@ -101,10 +102,8 @@ def _tuned(row: dict[str, str], gpu: int | None) -> Tuned:
     cap = hipblaslt.dev_cap(row.get("gcnArchName", "")) or gpu
     if cap is None:
         raise ValueError("no gcnArchName: name the GPU, --gpu gfx942")
-    time_us = row.get("us", "0")
-    number = float(time_us) if re.fullmatch(r"[0-9.]+(e[+-]?[0-9]+)?", time_us) else 0.0
     algo = Algo(int(index), ANY_RANK, index)
-    return Tuned(cap, gemm, 0, WS_MAX, algo, number if number < LARGEST else 0.0)
+    return Tuned(cap, gemm, 0, WS_MAX, algo, hipblaslt.time_of(row.get("us", "")))
 
 
 def key(row: Tuned) -> tuple[object, ...]:
@@ -119,6 +118,7 @@ def render(row: Tuned) -> str:
     g = row.gemm
     if reason := _inexpressible(row):
         raise ValueError(reason)
+    hipblaslt.sound(g)
     scale = "0" if not g.fp8 else {0: "1", 2: "3", 3: "2"}[g.scale_mode]
     compute = "f64_r" if g.comp == "f64" else "f32_r"
     fnuz = row.dev_cap == 904
@@ -133,7 +133,7 @@ def render(row: Tuned) -> str:
         *(f"{rate:.6g}", f"{moved:.6g}", f"{row.time_us:.6g}"),
         *(row.algo.algo_id, hipblaslt.GPUS[row.dev_cap], "-"),
     )
-    return f"    {','.join(COLUMNS)}\n    {','.join(map(str, cells))}\n"
+    return f"    {HEADER}\n    {','.join(map(str, cells))}\n"
 
 
 def _type_name(kind: str, fnuz: bool) -> str:
@@ -159,13 +159,4 @@ def _inexpressible(row: Tuned) -> str:
         return f"scale mode {g.scale_mode}, fast_accum {g.fast_accum}: no column says it"
     if not 0 < row.algo.algo_id < 2**31:
         return f"algo_id {row.algo.algo_id}: hipBLASLt reads 1 to 2147483647"
-    return fault(g)
-
-
-def fault(g: Gemm) -> str:
-    """Why the library would never launch it; "" where it would."""
-    try:
-        hipblaslt.sound(g)
-    except ValueError as e:
-        return str(e)
     return ""
