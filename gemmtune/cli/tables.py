@@ -122,7 +122,7 @@ def _put(output: str | None, text: str) -> None:
     "--to",
     type=click.Choice((*DIALECTS, OVERRIDE, TUNABLEOP)),
     required=True,
-    help="The dialect to write: Transformer Engine's, hipBLASLt's tuning file, PyTorch's TunableOp.",
+    help="The dialect to write: TE's, hipBLASLt's tuning file, PyTorch's TunableOp results.",
 )
 @click.option("--drop", is_flag=True, help="Leave out the rows that the dialect cannot express.")
 @click.option(

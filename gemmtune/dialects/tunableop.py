@@ -179,8 +179,9 @@ def head(like: str, revision: str, caps: set[int]) -> str:
 
 def named_by_layout(like: str) -> bool:
     """Whether the PyTorch that wrote a file puts the layout into the names of algorithms."""
-    names = (line.split(",")[2:3] for line in split_lines(like))
-    return any(m[1] is not None for n in names if n and (m := _HIPBLASLT.fullmatch(n[0].strip())))
+    cells = (line.split(",")[2:3] for line in split_lines(like))
+    names = (_HIPBLASLT.fullmatch(cell[0].strip()) for cell in cells if cell)
+    return next((name[1] is not None for name in names if name), False)
 
 
 def key(row: Tuned) -> tuple[object, ...]:
