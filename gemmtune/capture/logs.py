@@ -25,7 +25,7 @@ KINDS = (
     " lines, PyTorch TunableOp files, Transformer Engine's algorithm CSVs"
 )
 LONGEST = 1 << 20  # bytes of a line; a longer one is no log line
-MOST_WRAPPED = 16  # lines that a launch may be wrapped into
+MOST_WRAPPED = 64  # lines that a launch may be wrapped into
 KEPT = 5  # lines that could not be read, shown
 
 _BENCH = re.compile(r"(?:^|[\s/])hipblaslt-bench\s+(-.*)")
@@ -99,6 +99,8 @@ class Reader:
 
     def _last(self, number: int, line: str) -> None:
         """A last line without its end may have been cut anywhere."""
+        if self._launch and trace.whole(self._launch[2][-1]):
+            self._end_launch()
         unread, kinds, calls = self.unread, dict(self.kinds), dict(self.calls)
         self._line(number, line)
         self._end_launch()
@@ -156,7 +158,8 @@ class Reader:
         parts = self._launch[2]
         if trace.whole(parts[-1]) or len(parts) >= MOST_WRAPPED:
             return False
-        return bool(re.match(r"\s*[\w.]*[=\]]", line)) and not _LIBRARY.search(line)
+        others = (_LIBRARY.search, _BENCH.search, _PROFILE.match, nvte.is_line, tunableop.is_line)
+        return ("=" in line or "]" in line) and not any(other(line) for other in others)
 
     def _end_launch(self) -> None:
         if self._launch:

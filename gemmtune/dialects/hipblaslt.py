@@ -75,8 +75,8 @@ def command(text: str) -> list[dict[str, str]]:
     at = 0
     while at < len(words):
         word, at = words[at], at + 1
-        if not _OPTION.match(word):
-            raise ValueError(f"{word!r} belongs to no option")
+        if not re.fullmatch("--?[A-Za-z][A-Za-z0-9_]*", word):
+            raise ValueError(f"{word!r} is no option")
         name, value = _name(word.lstrip("-")), "1"
         if at < len(words) and not _OPTION.match(words[at]):
             value, at = words[at], at + 1

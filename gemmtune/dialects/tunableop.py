@@ -3,9 +3,9 @@
 PYTORCH_TUNABLEOP_FILENAME names one. `Validator,NAME,VALUE` lines must be exactly those that this
 PyTorch writes on this machine, or it ignores the file. Then a line for each GEMM:
 `GemmTunableOp_BFloat16_TN,tn_M_N_K_ld_A_B_C,Gemm_Hipblaslt_ID,MILLISECONDS` (older files have no
-_ld_, or Gemm_Hipblaslt_TN_ID; untuned lists end after the second cell; a result's time may be
-missing or inf). A blank line is read out of bounds, so none is written. (Sources: Tunable.cpp,
-GemmCommon.h, GemmHipblaslt.h and TunableGemm.h in aten/src/ATen/cuda/tunable of pytorch/pytorch.)
+_ld_, or Gemm_Hipblaslt_TN_ID; untuned lists end after the second cell; a time may be inf). PyTorch
+reads past the end of a blank line, so none is written. (Sources: Tunable.cpp, GemmCommon.h,
+GemmHipblaslt.h and TunableGemm.h in aten/src/ATen/cuda/tunable of pytorch/pytorch.)
 
 TunableOp's key has no beta, no strides, and one type for A, B and D except where it scales (FP8).
 """
@@ -71,6 +71,8 @@ def gemm(line: str) -> Gemm:
     sizes = _SIZES.fullmatch(cells[1]) if len(cells) > 1 else None
     if sizes is None:
         raise ValueError("no sizes such as tn_M_N_K_ld_A_B_C")
+    if sizes[7] is None and len(cells) < 3:  # results of old versions have none, untuned lists do
+        raise ValueError("no leading dimensions: the line is cut")
     plain, scaled = _PLAIN.fullmatch(cells[0]), _SCALED.fullmatch(cells[0])
     if plain:
         *kinds, trans_a, trans_b = [*[plain[2]] * 3, *plain.group(3, 4)]
@@ -139,13 +141,14 @@ def _tuned(line: str, cap: int | None) -> Tuned:
     name = cells[2] if len(cells) > 2 else ""
     if not (algorithm := _HIPBLASLT.fullmatch(name)):
         raise ValueError(f"{name or 'untuned'}: no algorithm of hipBLASLt")
+    if len(cells) < 4:
+        raise ValueError("no time: the line is cut")
     if int(algorithm[2]) < 0:
         raise ValueError(f"{name}: a negative index is no algorithm")
     if cap is None:
         raise ValueError("no GCN_ARCH_NAME among the validators: name the GPU, --gpu gfx942")
-    time_us = hipblaslt.time_of(cells[3], 1e3) if len(cells) > 3 else 0.0
     algo = Algo(int(algorithm[2]), ANY_RANK, algorithm[2])
-    return Tuned(cap, found, 0, WS_MAX, algo, time_us)
+    return Tuned(cap, found, 0, WS_MAX, algo, hipblaslt.time_of(cells[3], 1e3))
 
 
 def head(like: str, revision: str, caps: set[int]) -> str:
