@@ -99,8 +99,9 @@ def convert(
     merged = _merge_keys(entries, calls or {}, ranged=to in (*te.COLUMNS, GEMMTUNE))
     for number, kept in merged.items():
         if entries[number].row.algo.algo_id != entries[kept].row.algo.algo_id:
-            effect = f"the same GEMM to {to} as line {kept}, which carries more time and is kept"
-            mend = f"Nothing: {to} cannot tell them apart"
+            whose = {OVERRIDE: "hipBLASLt", TUNABLEOP: "TunableOp"}.get(to, "TE")
+            effect = f"the same GEMM to {whose} as line {kept}, which carries more time and is kept"
+            mend = f"Nothing: {whose} cannot tell them apart"
             findings.append(Finding(number, "", "", WARNING, effect, mend))
     kept_text = {n: "" if n in merged else entries[n].text for n in entries}
     made = _provenance(text, source)
