@@ -46,6 +46,7 @@ MAKE_ONE = (
     "let PyTorch tune one GEMM there: PYTORCH_TUNABLEOP_ENABLED=1 PYTORCH_TUNABLEOP_TUNING=1"
     " PYTORCH_TUNABLEOP_FILENAME=like.csv python -c 'import torch;"
     ' a = torch.ones(64, 64, device="cuda", dtype=torch.bfloat16); a @ a\''
+    " (it writes like0.csv: the GPU's number goes into the name)"
 )
 
 
