@@ -24,8 +24,8 @@ STEPS = 2
 HF = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=32000,
-                     num_attention_heads=16, num_key_value_heads=4, use_cache=False)
+config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4,
+                     vocab_size=32000, num_attention_heads=16, num_key_value_heads=4, use_cache=False)
 model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 data = torch.randint(0, 32000, (2, 1024), device="cuda")
@@ -78,7 +78,7 @@ def case(folder: Path, source: str, words: list[str]) -> tuple[Counter, Counter,
     gemmtune = [sys.executable, "-m", "gemmtune"]
     capture = ["capture", "--warmup", "0", "--steps", str(STEPS), "--no-profile", "-o", shapes]
     done = subprocess.run(
-        [*gemmtune, *capture, "--", *job], env=env, capture_output=True, text=True
+        [*gemmtune, *capture, "--", *job], env=env, capture_output=True, text=True, check=False
     )
     if done.returncode or not shapes.exists():
         raise SystemExit(f"capture failed ({done.returncode}): {done.stderr[-2000:]}")
@@ -106,7 +106,8 @@ def main() -> None:
         same = recorded == logged
         different |= not same
         lines.append(
-            f"{name:26}{len(keys):6}{recorded.total():10}{logged.total():8}  {'yes' if same else 'NO'}"
+            f"{name:26}{len(keys):6}{recorded.total():10}{logged.total():8}"
+            f"  {'yes' if same else 'NO'}"
         )
         lines += [f"  {said}"] if said else []
         for key in sorted(keys, key=str):
