@@ -23,7 +23,9 @@ TYPE_BYTES = {
 FP8_TYPES = ("float8e4m3", "float8e5m2")
 EPILOGUES = ("-", "bias", "geluaux", "geluauxbias", "dgelu", "dgelubgrad", "bgradb")
 COMPUTE_TYPES = ("f32", "f64")
-LIBRARY_APIS = ("lt", "gemmex", "gemmstridedbatchedex")
+SINGLE_APIS = ("sgemm", "sgemmstridedbatched")  # of float32 alone
+LIBRARY_APIS = ("lt", "gemmex", "gemmstridedbatchedex", *SINGLE_APIS)
+BATCHED_APIS = ("bmm", "baddbmm", "gemmstridedbatchedex", "sgemmstridedbatched")
 PASSES = ("fprop", "dgrad", "wgrad", "other")
 
 
@@ -80,7 +82,7 @@ class Gemm(NamedTuple):
     @property
     def batched(self) -> bool:
         """Whether its operands have a batch dimension, if only of one."""
-        return self.batch != 1 or self.api in ("bmm", "baddbmm", "gemmstridedbatchedex")
+        return self.batch != 1 or self.api in BATCHED_APIS
 
     @property
     def seen(self) -> bool:

@@ -108,3 +108,19 @@ int cublasGemmEx(Handle *h, int ta, int tb, int m, int n, int k, const void *alp
     return cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, alpha, a, at, lda, 0, b, bt, ldb, 0, beta,
                                       c, ct, ldc, 0, 1, compute, algo);
 }
+
+int cublasSgemm_v2(Handle *h, int ta, int tb, int m, int n, int k, const float *alpha, const float *a,
+                   int lda, const float *b, int ldb, const float *beta, float *c, int ldc)
+{
+    return cublasGemmEx(h, ta, tb, m, n, k, alpha, a, R_32F, lda, b, R_32F, ldb, beta, c, R_32F, ldc,
+                        COMPUTE_32F, -1);
+}
+
+int cublasSgemmStridedBatched(Handle *h, int ta, int tb, int m, int n, int k, const float *alpha,
+                              const float *a, int lda, long long sa, const float *b, int ldb,
+                              long long sb, const float *beta, float *c, int ldc, long long sc,
+                              int batch)
+{
+    return cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, alpha, a, R_32F, lda, sa, b, R_32F, ldb, sb,
+                                      beta, c, R_32F, ldc, sc, batch, COMPUTE_32F, -1);
+}

@@ -15,7 +15,7 @@ typedef struct {
     int32_t offset; /* of A's address, in bytes */
     float beta;
     uint64_t ws_bytes;
-    int32_t settings[9], api; /* the job's own algorithm, by attributes' numbers; 0 lt, 1, 2 gemmex */
+    int32_t settings[9], api; /* the job's own algorithm, by attributes' numbers; 0 lt, 1, 2 gemmex, 3, 4 sgemm */
     void *stream;
 } Spec;
 
@@ -45,6 +45,11 @@ int cublasGemmEx(void *, int, int, int, int, int, const void *, const void *, in
 int cublasGemmStridedBatchedEx(void *, int, int, int, int, int, const void *, const void *, int, int,
                                long long, const void *, int, int, long long, const void *, void *,
                                int, int, long long, int, int, int);
+int cublasSgemm_v2(void *, int, int, int, int, int, const float *, const float *, int, const float *,
+                   int, const float *, float *, int);
+int cublasSgemmStridedBatched(void *, int, int, int, int, int, const float *, const float *, int,
+                              long long, const float *, int, long long, const float *, float *, int,
+                              long long, int);
 #endif
 
 static void *layout(const Spec *s, int type, int rows, int cols, int ld)
@@ -118,7 +123,16 @@ static int older(const Spec *s, long times, char *a, char *b, char *d, void *ws)
         long long sa = (long long)s->lda * (s->trans_a ? s->m : s->k);
         long long sb = (long long)s->ldb * (s->trans_b ? s->k : s->n);
         long long sd = (long long)s->ldd * s->n;
-        status = s->api == 1
+        const float *x = (float *)a, *y = (float *)b;
+        if (s->api == 3)
+            status = cublasSgemm_v2(handle, s->trans_a, s->trans_b, s->m, s->n, s->k, &alpha, x,
+                                    s->lda, y, s->ldb, &s->beta, (float *)d, s->ldd);
+        else if (s->api == 4)
+            status = cublasSgemmStridedBatched(handle, s->trans_a, s->trans_b, s->m, s->n, s->k,
+                                               &alpha, x, s->lda, sa, y, s->ldb, sb, &s->beta,
+                                               (float *)d, s->ldd, sd, s->batch);
+        else
+            status = s->api == 1
                      ? cublasGemmEx(handle, s->trans_a, s->trans_b, s->m, s->n, s->k, &alpha, a,
                                     s->type_a, s->lda, b, s->type_b, s->ldb, &s->beta, d, s->type_d,
                                     s->ldd, 68, -1)

@@ -152,12 +152,16 @@ def the_older_api_is_counted_once_with_the_workspace_that_it_was_given(job: Job)
     assert job.run(spec(api=1), 3) == 0
     assert job.run(spec(api=1, ws_bytes=0), 2) == 0
     assert job.run(spec(api=2, batch=2), 4) == 0
-    assert job.lt.fake_calls() - before == 9
+    assert job.run(spec(api=3), 5) == 0
+    assert job.run(spec(api=4, batch=2), 6) == 0
+    assert job.lt.fake_calls() - before == 20
     batched = gemm(api="gemmstridedbatchedex", batch=2, stride_a=256, stride_b=512, stride_d=128)
     assert job.seen() == {
         gemm(api="gemmex"): 3,
         gemm(api="gemmex", ws_bytes=0): 2,
         batched: 4,
+        gemm(api="sgemm"): 5,
+        batched._replace(api="sgemmstridedbatched"): 6,
     }
 
 

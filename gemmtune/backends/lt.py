@@ -16,7 +16,7 @@ from gemmtune.backends import explore, lt_api
 from gemmtune.backends.base import Launch, Operands
 from gemmtune.backends.lt_api import Config, Library, Owned, Problem, Vendor
 from gemmtune.errors import BackendError
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.gemm import SINGLE_APIS, Algo, Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ class Lt:
         g, vendor = gemm, self.vendor
         if g.api == "grouped_mm":
             return "grouped_mm: the groups' sizes are not in its key"
+        if g.api in SINGLE_APIS:
+            return f"{g.api}: whether it computes in tf32 is not in its key"
         if g.scale_mode:
             return f"scale mode {g.scale_mode}: only one scale per tensor"
         if g.epi not in vendor.epilogues:

@@ -23,7 +23,7 @@ typedef struct {
 } Key;
 _Static_assert(sizeof(Key) == 10 * 8 + 16 * 4, "no padding");
 
-enum { API_LT, API_GEMM, API_BATCHED };
+enum { API_LT, API_GEMM, API_BATCHED, API_SINGLE, API_SINGLE_BATCHED };
 
 /* A choice: launch this GEMM with the algorithm of these settings. */
 typedef struct {

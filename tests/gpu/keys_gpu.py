@@ -25,7 +25,8 @@ HF = """
 import sys, torch
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4,
-                     vocab_size=32000, num_attention_heads=16, num_key_value_heads=4, use_cache=False)
+                     vocab_size=32000, num_attention_heads=16, num_key_value_heads=4,
+                     use_cache=False)
 model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 data = torch.randint(0, 32000, (2, 1024), device="cuda")
