@@ -8,13 +8,13 @@ float32 where there is none. Lines that are no rows (comments, provenance) are c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gemmtune.dialects import GEMMTUNE, detect, te
 from gemmtune.dialects.finding import ERROR, WARNING, Finding
 from gemmtune.errors import TableError
 from gemmtune.gemm import Algo, Gemm
-from gemmtune.table import COLUMNS, Fault, Tuned, line, scan, split_lines
+from gemmtune.table import COLUMNS, Fault, Tuned, line, read_provenance, scan, split_lines
 
 _LT = "lt"  # the api of every GEMM that TE tunes
 
@@ -83,8 +83,11 @@ def tuned_of(row: te.Row) -> Tuned:
     return Tuned(row.dev_cap, gemm, row.ws_min, row.ws_max, algo)
 
 
-def te_of(row: Tuned) -> te.Row:
-    """Our row as TE would look it up. Raises ValueError with the reason where TE never would."""
+def te_of(row: Tuned, fp8_bias: str = "float32") -> te.Row:
+    """Our row as TE would look it up. Raises ValueError with the reason where TE never would.
+
+    `fp8_bias` stands in the key of an FP8 GEMM without a bias: bfloat16 in TE 1.x.
+    """
     g = row.gemm
     if row.dev_cap == 0:
         raise ValueError("made on a CPU (dev_cap 0): TE tunes GEMMs of AMD GPUs only")
@@ -103,7 +106,7 @@ def te_of(row: Tuned) -> te.Row:
         raise ValueError(f"algo_id {row.algo.algo_id}, aidx {row.algo.aidx}: TE finds no such one")
     return te.Row(
         *(row.dev_cap, g.m, g.n, g.k, g.trans_a, g.trans_b, g.type_a, g.type_b, g.type_d),
-        bias_type="-" if not g.fp8 else "float32" if g.bias_type == "-" else g.bias_type,
+        bias_type="-" if not g.fp8 else fp8_bias if g.bias_type == "-" else g.bias_type,
         lda=g.lda,
         ldb=g.ldb,
         ldd=g.ldd,
@@ -118,14 +121,21 @@ def te_of(row: Tuned) -> te.Row:
     )
 
 
+def te_made(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a sweep learnt of the installed TE: dialect, dev_cap, fp8_bias; empty if nothing."""
+    said = provenance.get("te")
+    return said if isinstance(said, dict) else {}
+
+
 def _tuned_to_te(text: str, to: str, calls: Mapping[Gemm, float]) -> Converted:
     findings = []
+    fp8_bias = te_made(read_provenance(text)[0]).get("fp8_bias", "float32")
     rows: dict[int, tuple[te.Line, Tuned]] = {}
     for number, row in scan(text, Tuned):
         if isinstance(row, Fault):
             raise TableError(f"line {number}: {row}")
         try:
-            rows[number] = te.line_of(te_of(row), to), row
+            rows[number] = te.line_of(te_of(row, fp8_bias), to), row
         except ValueError as e:
             findings.append(_refusal(number, str(e)))
     merged = _merge_keys(rows, calls)

@@ -341,7 +341,7 @@ def thread_count(captured: Mapping[str, Any], options: Options) -> int:
 
 def _refuse_gpu_shapes(shapes: Table[Shape], backend: Backend, options: Options) -> None:
     """A CPU says nothing about a GPU's algorithms."""
-    if backend.device != "cpu" or options.force:
+    if backend.dev_cap() or options.force:
         return
     device = shapes.provenance.get("device", "cpu")
     made = shapes.provenance.get("machine") or {}
@@ -367,6 +367,7 @@ def _provenance(
         "version": __version__,
         "backend": backend.name,
         "numerics": backend.numerics,
+        **getattr(backend, "about", dict)(),
         "machine": {**machine.fingerprint(backend), "threads": threads},
         "threads": threads,
         "seconds_per_shape": options.seconds_per_shape,

