@@ -1,10 +1,10 @@
 """Transformer Engine for ROCm as a backend: its own tuner proposes, our measurement decides.
 
 TE tunes inside whatever process launches a GEMM first, and keeps what it chose to the process's
-end. So every question is a process of its own (sweep/te_worker.py), with TE_HIPBLASLT_* saying what
-TE is to do, and the row that it saves read back. Its tuner times on a warm cache and checks nothing:
-what it proposes is launched by processes that have that one algorithm, beside one that has the
-default, and goes through the sweep like any other backend's. Never yet run on an AMD GPU.
+end. So every question is a process of its own (sweep/te_worker.py), with TE_HIPBLASLT_* saying
+what TE is to do, and the row that it saves read back. Its tuner times on a warm cache and checks
+nothing: what it proposes is launched by processes that have that one algorithm, beside one that has
+the default, and goes through the sweep like any other backend's. Never yet run on an AMD GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemmtune import machine
 from gemmtune.backends import te_call
 from gemmtune.backends.base import Launch, Operands
 from gemmtune.dialects import te
@@ -135,7 +134,7 @@ class Te:
         return self._needs[gemm, algo]
 
     def _choose(self, gemm: Gemm, first: int, count: int = 0) -> Saved:
-        """What TE takes of the heuristic's results `first` to `first + count`; 0: `first` itself."""
+        """What TE takes of the heuristic's results from `first`, `count` of them; 0: `first`."""
         variables = {"ALGO_SELECTION": first, "LOG_TUNING": 1}
         if count:
             variables |= {"TUNING_RUN_COUNT": self.run_count, "TUNING_ALGO_COUNT": count}
@@ -148,9 +147,7 @@ class Te:
 
     def _same(self, gemm: Gemm, row: te.Row) -> None:
         """Raise BackendError where TE launched something else than was asked for."""
-        names = ("m", "n", "k", "trans_a", "trans_b", "type_a", "type_b", "type_d", "epi")
-        names += ("lda", "ldb", "ldd")
-        differ = [n for n in names if getattr(gemm, n) != getattr(row, n)]
+        differ = [n for n in te.SAID if getattr(gemm, n) != getattr(row, n)]
         if differ:
             said = ", ".join(f"{n} {getattr(row, n)} for {getattr(gemm, n)}" for n in differ)
             raise BackendError(f"Transformer Engine launched another GEMM than asked for: {said}")
@@ -160,9 +157,7 @@ class Te:
                 f"job had {gemm.ws_bytes}: sweep in the job's own environment"
             )
 
-    def _launch(
-        self, gemms: Sequence[Gemm], variables: dict[str, int]
-    ) -> tuple[list[te.Row], str]:
+    def _launch(self, gemms: Sequence[Gemm], variables: dict[str, int]) -> tuple[list[te.Row], str]:
         """The rows that TE saves of some GEMMs, and its dialect. Raises BackendError."""
         with tempfile.TemporaryDirectory(prefix="gemmtune-te-") as folder:
             save = Path(folder) / "saved.csv"
@@ -170,7 +165,13 @@ class Te:
             words = [*self._command("once", "0"), *(json.dumps(list(g)) for g in gemms)]
             try:
                 done = subprocess.run(
-                    words, env=env, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
+                    words,
+                    env=env,
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=TIME_LIMIT_S,
+                    check=False,
                 )
             except subprocess.TimeoutExpired:
                 raise BackendError(f"Transformer Engine took over {TIME_LIMIT_S:.0f} s") from None
@@ -278,8 +279,3 @@ class Remote:
 def _last(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "it said nothing"
-
-
-def found() -> bool:
-    """Whether Transformer Engine is installed, beside an AMD GPU."""
-    return bool(machine.version_of("transformer_engine"))

@@ -51,6 +51,10 @@ def unsupported(g: Gemm) -> str | None:
     return None
 
 
+def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
 class Call:
     """How the installed TE issues a Gemm. Raises BackendError where TE cannot be imported."""
 
@@ -109,7 +113,7 @@ class Call:
             "grad": g.epi in GRADIENTS,
             "bias": o.bgrad if g.epi == "bgradb" else o.bias,
             "gelu": "gelu" in g.epi,
-            "gelu_in": o.gelu_in.contiguous() if g.epi == "dgelu" and o.gelu_in is not None else None,
+            "gelu_in": _packed(o.gelu_in) if g.epi == "dgelu" else None,
         }
         if "workspace" in inspect.signature(self.general).parameters:
             kwargs["workspace"] = self.workspace()
@@ -149,6 +153,6 @@ class Call:
             "bias": o.bias,
             "use_bias": g.epi in ("bias", "geluauxbias", "bgradb"),
             "gelu": "gelu" in g.epi,
-            "gelu_input": o.gelu_in if g.epi == "dgelu" else None,
+            "gelu_input": _packed(o.gelu_in) if g.epi == "dgelu" else None,
         }
         return lambda: tuple(self.entries.gemm(a, b, a.dtype, space, **kwargs))

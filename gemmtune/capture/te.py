@@ -17,8 +17,6 @@ from gemmtune.job.te_calls import Call, Hook
 
 ALGO_SAVE = "TE_HIPBLASLT_ALGO_SAVE"
 FILES = "te-*.csv"
-# What the hook and TE's own table both say of a GEMM.
-SAID = ("m", "n", "k", "trans_a", "trans_b", "type_a", "type_b", "type_d", "lda", "ldb", "ldd", "epi")
 
 
 class TeRecorder:
@@ -43,8 +41,13 @@ class TeRecorder:
         """As those of ops.Recorder; a GPU's times are not known here."""
         return [
             {
-                **{"gemm": list(call.gemm), "pass": call.pass_, "recompute": call.recompute},
-                **{"site": call.site, "calls": calls, "step": step, "time_s": 0.0},
+                "gemm": list(call.gemm),
+                "pass": call.pass_,
+                "recompute": call.recompute,
+                "site": call.site,
+                "calls": calls,
+                "step": step,
+                "time_s": 0.0,
             }
             for call, (calls, step) in list(self._seen.items())
         ]
@@ -75,7 +78,7 @@ def compare(folder: str | os.PathLike[str], gemms: Iterable[Gemm]) -> list[str]:
     unread = 0
     for path in sorted(Path(folder).glob(FILES)):
         try:
-            saved |= {tuple(getattr(r, n) for n in SAID) for r in te.read(read_text(path)).rows}
+            saved |= {tuple(getattr(r, n) for n in te.SAID) for r in te.read(read_text(path)).rows}
         except GemmtuneError:  # cut short by the end of a process that was killed
             unread += 1
     remarks = []
@@ -84,7 +87,7 @@ def compare(folder: str | os.PathLike[str], gemms: Iterable[Gemm]) -> list[str]:
             f"{unread} tables of Transformer Engine's own are empty or cut short: it writes them"
             " when a process ends in order"
         )
-    seen = {tuple(getattr(g, n) for n in SAID): g for g in gemms if g.api == "lt"}
+    seen = {tuple(getattr(g, n) for n in te.SAID): g for g in gemms if g.api == "lt"}
     if saved and (missing := [seen[key] for key in seen if key not in saved]):
         remarks.append(
             f"{len(missing)} of {len(seen)} GEMMs that Transformer Engine was seen to issue are not"

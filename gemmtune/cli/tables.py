@@ -10,12 +10,13 @@ import click
 
 from gemmtune.dialects import DIALECTS, GEMMTUNE, detect
 from gemmtune.dialects.convert import convert as convert_text
+from gemmtune.dialects.convert import te_made
 from gemmtune.dialects.finding import ERROR, Finding, has_errors
 from gemmtune.dialects.lint import lint
 from gemmtune.dialects.merge import merge as merge_texts
 from gemmtune.errors import UsageError
 from gemmtune.gemm import Gemm
-from gemmtune.table import Shape, by_gemm, read
+from gemmtune.table import Shape, by_gemm, read, read_provenance
 from gemmtune.textfile import decode, read_bytes, write_text
 
 
@@ -116,7 +117,11 @@ def _put(output: str | None, text: str) -> None:
 
 @click.command(epilog="Example:  gemmtune convert tuned.csv --to te-v1 -o te.csv")
 @click.argument("file", metavar="FILE")
-@click.option("--to", type=click.Choice(DIALECTS), required=True, help="The dialect to write.")
+@click.option(
+    "--to",
+    type=click.Choice(DIALECTS),
+    help="The dialect to write.  [default: that of the Transformer Engine the table was swept with]",
+)
 @click.option("--drop", is_flag=True, help="Leave out the rows that the dialect cannot express.")
 @click.option(
     "--shapes",
@@ -126,7 +131,13 @@ def _put(output: str | None, text: str) -> None:
 @_gpu
 @_output
 def convert(
-    file: str, *, to: str, drop: bool, shapes: str | None, gpu: int | None, output: str | None
+    file: str,
+    *,
+    to: str | None,
+    drop: bool,
+    shapes: str | None,
+    gpu: int | None,
+    output: str | None,
 ) -> None:
     """Write a tuned CSV in another dialect, comments and provenance with it.
 
@@ -134,6 +145,9 @@ def convert(
     of a CPU, a scale mode): exit code 1, with the reason for each.
     """
     text = _sound(file, gpu)
+    to = to or te_made(read_provenance(text)[0]).get("dialect")
+    if to is None:
+        raise UsageError(f"{file} does not say for which Transformer Engine it is: add --to te-v1")
     calls: dict[Gemm, float] = by_gemm(read(shapes, Shape).rows) if shapes else {}
     result = convert_text(text, to, calls)
     if not drop:

@@ -34,7 +34,7 @@ class AfterImport:
         if name != self.name:
             return None
         self.remove()  # so that the others are asked, and only once
-        spec = None
+        spec: ModuleSpec | None = None
         for finder in tuple(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec = find(name, path, target) if find else None

@@ -72,9 +72,7 @@ class Hook:
         else:
             self._replace(torch.ops.tex_ts, "te_gemm_ts", _first)
 
-    def _replace(
-        self, owner: Any, name: str, read: Callable[..., tuple[Gemm, str]]
-    ) -> None:
+    def _replace(self, owner: Any, name: str, read: Callable[..., tuple[Gemm, str]]) -> None:
         original = getattr(owner, name)
         self._replaced.append((owner, name, original))
 
@@ -235,7 +233,7 @@ def _in_backward() -> bool:
 
 
 class _Places:
-    """In which module a GEMM runs: a forward by the Python stack, its backward by autograd's node."""
+    """In which module a GEMM runs: a forward by the Python stack, its backward by the node."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
@@ -246,7 +244,7 @@ class _Places:
         """Whether it is a recomputation, and the site."""
         node = torch._C._current_autograd_node()
         if name != "fprop":
-            number = node._sequence_nr() if node is not None else -1  # type: ignore[no-untyped-call]
+            number = node._sequence_nr() if node is not None else -1
             return 0, self._forwards.get(number, "")
         site = self._module()
         if len(self._forwards) >= MOST_NODES:

@@ -36,6 +36,7 @@ from gemmtune.sweep.results import (
     tuned_row,
 )
 from gemmtune.sweep.search import TIME, Answer, Ask, Task
+from gemmtune.sweep.shared import agree
 from gemmtune.sweep.worker import Workers
 from gemmtune.table import Candidate, Shape, Table, Tuned
 
@@ -117,6 +118,7 @@ def reanalyse(
                 reason = "recorded by another version of gemmtune, which asked otherwise: sweep it"
                 rows[gemm] = failed_rows(gemm, reason)
         made = write_tables(held, rows, min_gain, candidates_path, tuned_path)
+        rows = settled(made, held, rows)
         lines = [line_of(g, held.records[g].calls, held.records[g].share, rows[g]) for g in rows]
         lines.sort(key=lambda line: -line.share)
         names = str(candidates_path), str(tuned_path), str(path)
@@ -134,6 +136,16 @@ def _check_paths(candidates_path: PathLike, tuned_path: PathLike) -> Path:
     return path
 
 
+def settled(
+    made: Mapping[str, Any], held: journal.Held, rows: Mapping[Gemm, Sequence[Candidate]]
+) -> dict[Gemm, list[Candidate]]:
+    """The rows as a table of the sweep's backend can have them."""
+    found = {gemm: list(block) for gemm, block in rows.items()}
+    if made.get("backend") not in base.PREFERRED["AMD"]:
+        return found
+    return agree(found, {gemm: held.records[gemm].calls for gemm in found})
+
+
 def write_tables(
     held: journal.Held,
     rows: Mapping[Gemm, Sequence[Candidate]],
@@ -143,6 +155,7 @@ def write_tables(
 ) -> dict[str, Any]:
     """Write the tables of the Gemms that are done, in the journal's order; their provenance."""
     made = {**held.provenance, "min_gain": min_gain}
+    rows = settled(made, held, rows)
     done = [(record, rows[gemm]) for gemm, record in held.records.items() if gemm in rows]
     machine_made = held.provenance.get("machine") or {}
     dev_cap = machine_made.get("dev_cap") or 0
@@ -202,6 +215,7 @@ class _Sweep:
             self._tell(todo, self._line(gemm), gemm=gemm)
         unswept = {gemm: self.plan.shares[gemm] for gemm in todo}
         made = self._write(last=True)
+        self.rows = settled(made, self.journal.held, self.rows)
         lines = [self._line(gemm) for gemm in self.plan.gemms if gemm in self.rows]
         beyond = {gemm: self.plan.shares[gemm] for gemm in self.plan.beyond}
         names = str(self.paths[0]), str(self.paths[1]), str(self.journal.path)

@@ -39,9 +39,7 @@ def agree(
     return settled
 
 
-def _settle(
-    row: Candidate, best: int, saved: Mapping[int, tuple[float, str]]
-) -> Candidate:
+def _settle(row: Candidate, best: int, saved: Mapping[int, tuple[float, str]]) -> Candidate:
     if row.status != "winner" or (row.algo.algo_id == best and saved[best][0] > 0):
         return row
     us, why = saved[row.algo.algo_id]

@@ -18,8 +18,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.multiprocessing  # noqa: F401  (teaches connections to hand over tensors)
+import torch.multiprocessing
 
+from gemmtune.backends.base import Operands
 from gemmtune.backends.lt import CYCLES_PER_US, LEAD_US, QUEUED
 from gemmtune.backends.te_call import Call
 from gemmtune.gemm import Gemm
@@ -41,7 +42,7 @@ def once(device: str, seed: int, gemms: list[Gemm]) -> None:
 def serve(device: str, pipe: Connection, gemm: Gemm) -> None:
     """Answer until the pipe closes: (None, value), or (what went wrong, None)."""
     call = Call(gemm)
-    bound: list[tuple[operands.Operands, Callable[[], Any]]] = []
+    bound: list[tuple[Operands, Callable[[], Any]]] = []
     pipe.send((None, "here"))
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Transformer Engine's algorithm cache for ROCm, modelled: load, match, tune, save, with its faults.
+"""Transformer Engine's algorithm cache for ROCm, modelled: how it loads, matches, tunes and saves.
 
 From what rocm_gemm.cu of ROCm/TransformerEngine does (October 2024: te-v1; September 2025: te-v2;
 PR 310: ids taken directly), observed by running its cache class on a CPU. It shares nothing with
@@ -186,7 +186,7 @@ class Cache:
         name: str,
         launch: Callable[[Algo], None],
     ) -> int:
-        """One launch to warm up, then `loops` of them; each adds into the result where beta is 1."""
+        """One launch to warm up, then `loops`; with beta each adds into the job's own result."""
         if log:
             print(f"[INFO] Perform hipBLASLt algo selection on GPU0 with {loops} loops")
         best, best_ns = first, None
@@ -206,9 +206,7 @@ class Cache:
     # ------------------------------------------------------------------------------------- memory
 
     def _find(self, key: Key, low: int, high: int) -> Entry | None:
-        return next(
-            (e for k, e in self.rows if k == key and low <= e.high and high >= e.low), None
-        )
+        return next((e for k, e in self.rows if k == key and low <= e.high and high >= e.low), None)
 
     def _store(self, key: Key, made: Entry, name: str) -> None:
         self.counts["stores"][name] += 1

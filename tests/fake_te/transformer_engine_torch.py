@@ -53,7 +53,7 @@ NAMES |= {DType.kFloat8E4M3: "float8e4m3", DType.kFloat8E5M2: "float8e5m2"}
 OF_TORCH = {t: kind for kind, t in TORCH.items()}
 
 
-def generic_gemm(  # noqa: PLR0913
+def generic_gemm(
     A: Any,
     transa: bool,
     B: Any,
@@ -97,7 +97,7 @@ def generic_gemm(  # noqa: PLR0913
     return out, bias_grad, None if grad else gelu_out, None
 
 
-def te_gemm_ts(  # noqa: PLR0913
+def te_gemm_ts(
     A: Any,
     A_scale_inverse: Any,
     A_fp8_tensor: int,

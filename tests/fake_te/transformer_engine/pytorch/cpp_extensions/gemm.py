@@ -6,7 +6,7 @@ import transformer_engine_torch as tex
 from ..constants import TE_DType
 
 WORKSPACE_BYTES = 64 << 10  # in place of TE's 32 MiB or more
-__all__ = ["gemm", "fp8_gemm"] if tex.MADE["te"] == 1 else ["general_gemm"]
+__all__ = ["fp8_gemm", "gemm"] if tex.MADE["te"] == 1 else ["general_gemm"]  # noqa: PLE0605
 
 
 def get_cublas_workspace(device, ub, grouped_gemm):

@@ -22,7 +22,9 @@ def autocast(enabled=True, recipe=None, amax_reduction_group=None):
         STATE["fp8"] = before
 
 
-def _gemm(a, b, layout, types, index, out=None, accumulate=False, grad=False, bias=None, dtype=None):
+def _gemm(
+    a, b, layout, types, index, out=None, accumulate=False, grad=False, bias=None, dtype=None
+):
     """One GEMM, by the entry point of the version; `types`: FP8 types of a and b, or None."""
     dtype = dtype or torch.bfloat16
     if types is None:

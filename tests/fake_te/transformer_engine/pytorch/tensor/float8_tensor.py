@@ -1,4 +1,4 @@
-"""Float8Tensor as far as a GEMM looks at it (transformer_engine/pytorch/tensor/float8_tensor.py)."""
+"""Float8Tensor as far as a GEMM looks at it."""
 
 import torch
 
