@@ -120,7 +120,7 @@ def _put(output: str | None, text: str) -> None:
 @click.option(
     "--to",
     type=click.Choice(DIALECTS),
-    help="The dialect to write.  [default: that of the Transformer Engine the table was swept with]",
+    help="The dialect to write.  [default: what the swept Transformer Engine speaks]",
 )
 @click.option("--drop", is_flag=True, help="Leave out the rows that the dialect cannot express.")
 @click.option(

@@ -114,11 +114,11 @@ def _launched(rows: Sequence[te.Row], left: Sequence[te.Row]) -> list[str]:
     if found:
         lines.append(f"Transformer Engine found the algorithms of {found} of them by their numbers")
     if lost:
-        row, other = lost[0][0], lost[0][1]
+        row, taken = lost[0]
         lines.append(
             f"for {len(lost)} of them Transformer Engine took another algorithm: it did not find"
-            f" {row.algo_id} for {row.m}x{row.n}x{row.k}, and launched {other.algo_id}: the table is"
-            " of another hipBLASLt build, or asks for less workspace or a wrong rank: sweep again"
+            f" {row.algo_id} for {row.m}x{row.n}x{row.k}, and launched {taken.algo_id}: the table"
+            " is of another hipBLASLt build, or has too low a rank (aidx): sweep again"
         )
     return lines
 

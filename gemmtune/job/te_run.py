@@ -1,4 +1,4 @@
-"""Inside a job that runs with a table of Transformer Engine's: which of its rows the job's GEMMs use.
+"""Inside a job that runs with a table of Transformer Engine's: which of its rows are used.
 
 TE itself loads the table and chooses. Here its GEMMs are counted by key, its own table is saved
 beside, and what the process had in its environment at the first GEMM is noted; all of it goes to
