@@ -131,7 +131,9 @@ def te_gemm_ts(
     return D
 
 
-torch.ops.tex_ts.te_gemm_ts = te_gemm_ts
+if MADE["te"] == 1:
+    torch.ops.tex_ts.te_gemm_ts = te_gemm_ts
+    del generic_gemm
 
 
 def _operand(t: Any) -> tuple[torch.Tensor, DType, Any]:

@@ -22,6 +22,8 @@ def main():
         os.environ["TE_HIPBLASLT_TUNING_RUN_COUNT"] = "2"
     import transformer_engine.pytorch as te
 
+    from gemmtune.job.steps import leave_group
+
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(te.Linear(HIDDEN, FFN, bias=False), te.Linear(FFN, HIDDEN))
@@ -40,7 +42,7 @@ def main():
         best = min(best, time.perf_counter() - begin)
     if dist.get_rank() == 0:
         print(f"best step {best * 1e3:.2f} ms")
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
