@@ -9,6 +9,7 @@ the default, and goes through the sweep like any other backend's. Never yet run 
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gemmtune import machine
 from gemmtune.backends import te_call
 from gemmtune.backends.base import Launch, Operands
 from gemmtune.dialects import te
@@ -64,8 +66,21 @@ class Te:
         self, numerics: str = "type", run_count: int = RUN_COUNT, algo_count: int = ALGO_COUNT
     ) -> None:
         self.numerics, self.run_count, self.algo_count = numerics, run_count, algo_count
+        self.gpu: str | None = None  # what HIP_VISIBLE_DEVICES is to say; None: as it is
         self.known: Known | None = None
         self._needs: dict[tuple[Gemm, Algo], int] = {}
+
+    def lanes(self) -> list[Te]:
+        """This backend once for each GPU that this process may use, itself for the first."""
+        visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = len(machine.gpus())
+        names = visible.split(",")[:count] if visible else list(map(str, range(count)))
+        if len(names) < 2:
+            return [self]
+        lanes = [self, *(copy.copy(self) for _ in names[1:])]
+        for lane, name in zip(lanes, names, strict=True):
+            lane.gpu, lane._needs = name, {}
+        return lanes
 
     # ----------------------------------------------------------------------- the installed TE
 
@@ -104,6 +119,7 @@ class Te:
         The tuner's winner may fail our checks or be lucky; the others stand in for it then. Raises
         BackendError where TE cannot launch the Gemm, or launches another.
         """
+        self._hold()
         default = self._choose(gemm, 0)
         count, best = self.algo_count, None
         while best is None:
@@ -189,11 +205,18 @@ class Te:
                 raise BackendError(f"{e}: a dialect that this gemmtune does not know") from None
             return document.rows, document.dialect
 
+    def _hold(self) -> None:
+        """Let this process see its lane's GPU alone. In a worker this comes before HIP starts."""
+        if self.gpu is not None:
+            os.environ["HIP_VISIBLE_DEVICES"] = self.gpu
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+
     def _command(self, mode: str, number: str) -> list[str]:
         return [sys.executable, "-m", WORKER, mode, self.device, number]
 
     def _environment(self, variables: dict[str, int]) -> dict[str, str]:
         """The user's own, but for TE's tuning variables."""
+        self._hold()
         kept = {k: v for k, v in os.environ.items() if not k.startswith(VARIABLES)}
         return kept | {VARIABLES + name: str(value) for name, value in variables.items()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,7 +157,7 @@ def write_tables(
     """Write the tables of the Gemms that are done, in the journal's order; their provenance."""
     made = {**held.provenance, "min_gain": min_gain}
     rows = settled(made, held, rows)
-    done = [(record, rows[gemm]) for gemm, record in held.records.items() if gemm in rows]
+    done = [(record, rows[gemm]) for gemm, record in list(held.records.items()) if gemm in rows]
     machine_made = held.provenance.get("machine") or {}
     dev_cap = machine_made.get("dev_cap") or 0
     tuned = [row for record, block in done if (row := tuned_row(record, block, dev_cap))]
@@ -184,7 +185,11 @@ class _Sweep:
     ) -> None:
         self.journal, self.plan, self.backend = kept, plan, backend
         self.threads, self.options, self.progress = threads, options, progress
-        self.purse = Purse(plan, options)
+        # A copy of the backend for each GPU that the sweep may use, each with its own thread here.
+        self.lanes: list[Backend] = getattr(backend, "lanes", lambda: [backend])()
+        self.purse = Purse(plan, options, len(self.lanes))
+        self._turn = threading.RLock()
+        self._over = threading.Event()
         self.rows: dict[Gemm, list[Candidate]] = {}
         self.anew: set[Gemm] = set()
         self._read_at = 0.0
@@ -201,18 +206,11 @@ class _Sweep:
             for note in notes:
                 self._tell(todo, note=note)
         unswept: dict[Gemm, float] = {}
-        while todo:
-            gemm = todo[0]
-            self._tell(todo)
-            begun = time.monotonic()
-            try:
-                self.rows[gemm] = self._measure(gemm, todo)
-            except OutOfTime:
-                break
-            self.purse.took(time.monotonic() - begun, self._timing_s(gemm))
-            todo.pop(0)
-            self._write()
-            self._tell(todo, self._line(gemm), gemm=gemm)
+        waiting = list(todo)
+        if len(self.lanes) == 1:
+            self._sweep_on(self.backend, waiting, todo)
+        else:
+            self._sweep_on_all(waiting, todo)
         unswept = {gemm: self.plan.shares[gemm] for gemm in todo}
         made = self._write(last=True)
         self.rows = settled(made, self.journal.held, self.rows)
@@ -221,6 +219,50 @@ class _Sweep:
         names = str(self.paths[0]), str(self.paths[1]), str(self.journal.path)
         spent = self.journal.spent_s
         return Summary(lines, self.plan.unsupported, beyond, unswept, resumed, spent, *names, made)
+
+    def _sweep_on_all(self, waiting: list[Gemm], todo: list[Gemm]) -> None:
+        """All lanes at once, each in a thread, until nothing waits or one fails."""
+        failed: list[BaseException] = []
+
+        def sweep_on(backend: Backend) -> None:
+            try:
+                self._sweep_on(backend, waiting, todo)
+            except BaseException as e:
+                failed.append(e)
+                self._over.set()
+
+        threads = [threading.Thread(target=sweep_on, args=(b,), daemon=True) for b in self.lanes]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            self._over.set()  # Ctrl-C: the workers end with this process
+        if failed:
+            raise failed[0]
+
+    def _sweep_on(self, backend: Backend, waiting: list[Gemm], todo: list[Gemm]) -> None:
+        """Take Gemms off `waiting`, and off `todo` once they are done."""
+        while True:
+            with self._turn:
+                if not waiting or self._over.is_set():
+                    return
+                left = list(waiting)
+                gemm = waiting.pop(0)
+                self._tell(todo, gemm=gemm)
+            begun = time.monotonic()
+            try:
+                found = self._measure(backend, gemm, left)
+            except OutOfTime:
+                waiting.clear()
+                return
+            with self._turn:
+                self.rows[gemm] = found
+                self.purse.took(time.monotonic() - begun, self._timing_s(gemm))
+                todo.remove(gemm)
+                self._write()
+                self._tell(todo, self._line(gemm), gemm=gemm)
 
     def _take_up(self) -> None:
         """The rows of the Gemms that the journal holds to the end."""
@@ -235,7 +277,7 @@ class _Sweep:
             except Diverged:
                 self.anew.add(gemm)
 
-    def _measure(self, gemm: Gemm, todo: list[Gemm]) -> list[Candidate]:
+    def _measure(self, backend: Backend, gemm: Gemm, todo: list[Gemm]) -> list[Candidate]:
         """The rows of one Gemm. Raises OutOfTime; what was answered until then is kept."""
         log, options = self.journal, self.options
         record = None if gemm in self.anew else log.held.records.get(gemm)
@@ -247,7 +289,7 @@ class _Sweep:
         sustained = matters(share) and regime.of(log.held.provenance) != regime.BELOW
         task = Task(gemm, seconds, sustained, options.min_gain, options.seed)
         more = (self.threads, options.timeout_s, lambda: self._tell(todo))
-        with Workers(self.backend, gemm, options.seed, *more) as workers:
+        with Workers(backend, gemm, options.seed, *more) as workers:
             try:
                 choices = workers.choices()
                 if record is not None and record.choices not in ([], choices):
@@ -267,8 +309,9 @@ class _Sweep:
                 for asked, given in workers.answers(number, asks):
                     log.answer(current, asked, given)
                     found.append(given)
-                    self._read_gpu(current)
-                    if self.purse.over(log.spent_s):
+                    if backend is self.lanes[0]:
+                        self._read_gpu(current)
+                    if self.purse.over(log.spent_s) or self._over.is_set():
                         raise OutOfTime
                 return found
 
@@ -315,9 +358,10 @@ class _Sweep:
         note: str = "",
     ) -> None:
         total = len(self.plan.gemms)
-        left = self.purse.left_s(todo, self.journal.spent_s)
-        about = gemm or todo[0]
-        self.progress(Event(total - len(todo), total, about, left, line, note))
+        with self._turn:
+            left = self.purse.left_s(todo, self.journal.spent_s)
+            about = gemm or todo[0]
+            self.progress(Event(total - len(todo), total, about, left, line, note))
 
 
 @contextmanager
