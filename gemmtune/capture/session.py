@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gemmtune import machine
 from gemmtune.capture.dims import Dims
 from gemmtune.capture.ops import Recorder
 from gemmtune.capture.profile import power
@@ -152,6 +153,7 @@ class Session:
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": self.optimizers or steps.optimizers(),
+                    "settings": machine.settings(),
                     "device": "cuda" if torch.cuda.is_initialized() else "cpu",
                     "compiled": _compiled(),
                     "gpu": self.gpu,

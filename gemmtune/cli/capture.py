@@ -100,6 +100,7 @@ def capture(
         "torch": first["torch"],
         "step_us": captured.step_us,
         "steps": min(len(record["step_s"]) for record in records),
+        **({"settings": first["settings"]} if first["settings"] else {}),
         **{k: v for k, v in (("gpu", captured.gpu), ("profile", captured.profile)) if v},
     }
     if not captured.rows:

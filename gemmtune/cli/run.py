@@ -16,7 +16,7 @@ import click
 
 from gemmtune.cli.capture import JOB, note_elsewhere
 from gemmtune.errors import JobError, UsageError
-from gemmtune.table import Table, Tuned, parse
+from gemmtune.table import Table, Tuned, parse, read_provenance
 from gemmtune.textfile import read_text
 
 ENTRY = "gemmtune.job.apply:start"
@@ -134,6 +134,19 @@ def applied_by_te(rows: Table[Tuned], backend: str | None) -> bool:
     return (backend or rows.provenance.get("backend")) == "te"
 
 
+def _settings_differ(made: dict[str, Any]) -> list[str]:
+    """Settings that were others when the GEMMs were captured; TE's own are dealt with here."""
+    from gemmtune import machine
+
+    then, now = made.get("settings") or {}, machine.settings()
+    return [
+        f"{name}: {then.get(name, 'not set')} when the job was captured, {now.get(name, 'not set')}"
+        " here"
+        for name in machine.SETTINGS
+        if "stage" in made and not name.startswith("TE_") and then.get(name) != now.get(name)
+    ]
+
+
 def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
     """Run a job whose Transformer Engine loads the table, the same file in all ranks."""
     from gemmtune.dialects import te
@@ -142,6 +155,8 @@ def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
     from gemmtune.job.te_coverage import report
 
     with tempfile.TemporaryDirectory(prefix="gemmtune-run-") as out:
+        for line in _settings_differ(read_provenance(read_text(path))[0]):
+            click.echo(f"gemmtune: note: {line}", err=True)
         if rows is not None:
             dialect = te_made(rows.provenance).get("dialect", "te-v1")
             text = convert(read_text(path), dialect).text

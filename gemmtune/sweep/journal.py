@@ -130,7 +130,9 @@ class Journal:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        os.close(self._fd)  # what was written outlives this process in any case
+        with self._turn:  # what was written outlives this process in any case
+            fd, self._fd = self._fd, -1
+        os.close(fd)
 
     @property
     def spent_s(self) -> float:

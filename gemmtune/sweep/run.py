@@ -238,7 +238,7 @@ class _Sweep:
             for thread in threads:
                 thread.join()
         finally:
-            self._over.set()  # Ctrl-C: the workers end with this process
+            self._over.set()  # after Ctrl-C, say: what a lane still hears goes nowhere
         if failed:
             raise failed[0]
 
