@@ -34,6 +34,24 @@ SOFT = {
     "max_sm_clock_mhz": "highest SM clock (MHz)",
     "max_mem_clock_mhz": "highest memory clock (MHz)",
 }
+# Settings of a job that change its GEMMs or what runs beside them: kept with what was captured.
+SETTINGS = (
+    "GPU_MAX_HW_QUEUES",
+    "HIP_FORCE_DEV_KERNARG",
+    "HSA_NO_SCRATCH_RECLAIM",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "HIPBLASLT_TUNING_OVERRIDE_FILE",
+    "NVIDIA_TF32_OVERRIDE",
+    "NVTE_EXT_MARGIN_SM",
+    "NVTE_USE_CAST_TRANSPOSE_TRITON",
+    "NVTE_USE_HIPBLASLT",
+    "NVTE_USE_ROCBLAS",
+    "PYTORCH_TUNABLEOP_ENABLED",
+    "TORCH_BLAS_PREFER_HIPBLASLT",
+    "TE_HIPBLASLT_ALGO_LOAD",
+    "TE_HIPBLASLT_ALGO_SELECTION",
+    "TE_HIPBLASLT_TUNING_RUN_COUNT",
+)
 
 
 class Gpu(NamedTuple):
@@ -105,6 +123,11 @@ def fingerprint(backend: Backend) -> dict[str, Any]:
             "max_mem_clock_mhz": gpu.max_mem_clock_mhz,
         }
     return {name: value for name, value in known.items() if value or name == "dev_cap"}
+
+
+def settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Those of SETTINGS that are set."""
+    return {name: environ[name] for name in SETTINGS if environ.get(name)}
 
 
 def incompatible(made: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

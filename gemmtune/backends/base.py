@@ -22,9 +22,11 @@ BACKENDS = {
     "cpu": "gemmtune.backends.cpu:Cpu",
     "cublaslt": "gemmtune.backends.cublaslt:CublasLt",
     "hipblaslt": "gemmtune.backends.hipblaslt:HipblasLt",
+    "te": "gemmtune.backends.te:Te",
 }
 # Backends of a vendor's GPUs, the preferred one first.
 PREFERRED = {"NVIDIA": ("cublaslt",), "AMD": ("te", "hipblaslt")}
+NEEDS = {"te": "transformer_engine"}  # the distribution without which a backend is passed over
 
 # What makes the library to be preloaded into jobs, for backends whose calls are caught by one.
 PRELOADS = {
@@ -125,7 +127,7 @@ def detect(found: Sequence[machine.Gpu] | None = None) -> str:
         return "cpu"
     gpu = found[0]
     for name in PREFERRED[gpu.vendor]:
-        if name in BACKENDS:
+        if name in BACKENDS and (name not in NEEDS or machine.version_of(NEEDS[name])):
             return name
     raise UsageError(
         f"this machine has a GPU ({gpu.name}), and this version of gemmtune has no backend for "

@@ -5,8 +5,8 @@ Runs inside the job, which started with the interposer. Reads and writes no file
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from gemmtune.interposer import client
@@ -23,6 +23,7 @@ class Calls:
     def __init__(self, interposer: client.Interposer, timed: bool = False) -> None:
         self._interposer = interposer
         self._found: dict[int, client.Record] = {}
+        self._looking = threading.Lock()
         interposer.drain()  # what came before is not asked for
         self._before = self._unseen()
         self.begin = interposer.calls
@@ -34,28 +35,32 @@ class Calls:
 
     def forget(self) -> None:
         """In a forked child: what the parent's threads launched is not the child's."""
+        self._looking = threading.Lock()
         self._found.clear()
 
-    def unspelled(self) -> Counter[str]:
+    def untranslated(self) -> dict[str, int]:
         """Calls that were seen, and are no Gemm of a table."""
-        self._look()
+        with self._looking:
+            self._look()
         count = self._unseen() - self._before
-        return Counter({UNSPELLED: count} if count else {})
+        return {UNSPELLED: count} if count else {}
 
-    def complete(
-        self, rows: list[dict[str, Any]], claimed: Mapping[int, int]
-    ) -> list[dict[str, Any]]:
-        """Rows of the recorder with its `id`s made Gemms, and rows of what nobody claimed.
+    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of the recorders with their `id`s made Gemms, and rows of what nobody claimed.
 
-        `claimed`: the calls in the rows by id. The rows get the algorithm that the job gave, if
-        any, and the time of their calls, 0 where they are not timed.
+        The rows get the algorithm that the job gave, if any, and the time of their calls, 0 where
+        they are not timed.
         """
-        self._look()
+        with self._looking:
+            self._look()
+        claimed: Counter[int] = Counter()
+        for row in rows:
+            claimed[row.get("id", 0)] += row["calls"]
         nobody = {"pass": "other", "recompute": 0, "site": "", "step": 0}
         more = [
-            {**nobody, "id": number, "calls": record.calls - claimed.get(number, 0)}
+            {**nobody, "id": number, "calls": record.calls - claimed[number]}
             for number, record in self._found.items()
-            if record.calls > claimed.get(number, 0)
+            if record.calls > claimed[number]
         ]
         made = [row for row in rows if "id" not in row]
         for row in (*(row for row in rows if "id" in row), *more):

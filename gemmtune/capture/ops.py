@@ -19,10 +19,9 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 
-from gemmtune.capture import te
 from gemmtune.capture.names import clean_name
 from gemmtune.capture.passes import Forward, match
-from gemmtune.gemm import PASSES, Gemm
+from gemmtune.gemm import Gemm
 from gemmtune.job import kernels
 from gemmtune.job.files import complain
 
@@ -56,10 +55,8 @@ class Noted(NamedTuple):
 
 
 def _sizes(call: Noted) -> tuple[int, int, int]:
-    """Rows, inner and columns of the product, row-major; zeros where a claim came without."""
+    """Rows, inner and columns of the product, row-major."""
     op, *parts = call.signature
-    if op in PASSES:
-        return 0, 0, 0
     x, w = (part[0] for part in parts[op in WITH_C :][:2])
     return x[-2], x[-1], w[-1]
 
@@ -84,7 +81,6 @@ class Recorder:
 
     def __init__(self, calls: Calls | None = None) -> None:
         self.step = 0
-        self._calls = calls
         self._seen: dict[tuple[Any, str, int, str], Seen] = {}
         self._translations: dict[Any, tuple[Gemm, ...]] = {}
         self._untranslated: Counter[str] = Counter()
@@ -102,20 +98,14 @@ class Recorder:
         self._searched: set[int] = set()
         self._recompute = Recompute()
         how: dict[str, Any] = {"plain": self._plain}
-        self._te = None
         if calls is not None:
             how = {"begin": calls.begin, "since": calls.since}
-            self._te = te.Hook(self.claim, **how)
         self._override = kernels.Override(self._note, others=True, watch=True, **how)
 
     def remove(self) -> None:
         """Leave torch as it was; what was seen stays."""
         self._override.remove()
         self._recompute.remove()
-        if self._te is not None:
-            self._te.remove()
-        if self._calls is not None:
-            self._calls.stop()
         self._sort()
         self._forwards.clear()
         self._modules.clear()
@@ -131,29 +121,27 @@ class Recorder:
         for seen in (self._seen, self._noted, self._forwards, self._untranslated):
             seen.clear()
         self._override.counts.clear()
-        if self._calls is not None:
-            self._calls.forget()
 
     def rows(self) -> list[dict[str, Any]]:
-        """What was seen, as JSON values: a row per Gemm, pass, recompute and site."""
+        """What was seen, as JSON values: a row per Gemm, pass, recompute and site.
+
+        A row of the library's own calls has their `id` in place of a Gemm (see Calls.complete).
+        """
         self._sort()
         rows = []
-        seen_calls: Counter[int] = Counter()
         for (kind, name, recompute, site), seen in list(self._seen.items()):
             row = {"pass": name, "recompute": recompute, "site": site, "step": seen.step}
             if isinstance(kind, int):
-                seen_calls[kind] += seen.calls
                 rows.append({**row, "id": kind, "calls": seen.calls})
             for gemm in seen.gemms:
                 share = seen.time_s / len(seen.gemms)
                 rows.append({**row, "gemm": list(gemm), "calls": seen.calls, "time_s": share})
-        return rows if self._calls is None else self._calls.complete(rows, seen_calls)
+        return rows
 
     def untranslated(self) -> dict[str, int]:
         """Calls of matrix products that are no Gemm, by operator."""
         self._sort()
-        more = self._calls.unspelled() if self._calls is not None else Counter()
-        return dict(self._untranslated + self._override.counts + more)
+        return dict(self._untranslated + self._override.counts)
 
     def _plain(self, op: str) -> kernels.Native:
         """The kernel of mm and bmm: `_note` of their two operands, in one piece.
@@ -229,13 +217,6 @@ class Recorder:
                 complain(f"recording {op}", error)
             self._untranslated[op] += 1
 
-    def claim(self, name: str, spent: Any) -> None:
-        """Note a call that no operator of torch made, of pass `name`, which has just returned."""
-        try:
-            self._noted.extend((self.step, (name,), (), 0, 0, spent, *self._where(None)))
-        except Exception as error:
-            complain("recording a GEMM of Transformer Engine", error)
-
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], spent: Any) -> None:
         x, w = args[1:3] if op in WITH_C else args[:2]
         gemms = None
@@ -253,7 +234,7 @@ class Recorder:
             spent = 0.0  # the GPU's library has nothing to do with it
         self._noted.extend((self.step, signature, gemms, *storages, spent, *self._where(w)))
 
-    def _where(self, w: Tensor | None) -> tuple[Any, ...]:
+    def _where(self, w: Tensor) -> tuple[Any, ...]:
         """The last six of Noted, for a call that is on the Python stack; `w` is its weight."""
         node = current_node()
         if node is None or self._recompute.running():
@@ -263,7 +244,7 @@ class Recorder:
             return True, node is not None, number, tracked, self._module(w), None
         return False, True, node._sequence_nr(), False, 0, type(node)
 
-    def _module(self, w: Tensor | None) -> int:
+    def _module(self, w: Tensor) -> int:
         """The id of the innermost module that is running, or of w's own; 0 outside modules.
 
         Read off the Python stack, since module hooks would make torch.compile compile anew.
@@ -283,7 +264,7 @@ class Recorder:
         if id(inner) not in self._modules:
             self._modules.update((id(module), module) for module in outer.modules())
             self._roots.append(outer)
-        if not inner._modules or w is None:
+        if not inner._modules:
             return id(inner)
         # Inside a compiled region the module whose parameter w is has no frame.
         storage = w.untyped_storage()._cdata
@@ -320,7 +301,7 @@ class Recorder:
         if isinstance(call.spent, tuple):
             for launched in call.spent:
                 self._seen.setdefault((launched, *where), Seen((), call.step)).calls += 1
-            if not call.spent and op not in PASSES:
+            if not call.spent:
                 self._untranslated[f"{op} without a call of the library"] += 1
             return
         key = (call.gemms or call.signature, *where)
@@ -337,23 +318,19 @@ class Recorder:
 
     def _forward(self, call: Noted) -> tuple[str, int, str]:
         """Pass, recompute and site of a call outside backward, or repeated inside it."""
-        op, site = call.signature[0], self._names.get(call.module, "")
+        site = self._names.get(call.module, "")
         if not call.module and not call.tracked:
             # An optimizer's own product, or an evaluation without modules.
             return "other", int(call.backward), site
         calls = self._forwards.setdefault(call.node, [])
         if call.tracked or len(calls) < 1024:  # without grad they pile up under one number
             calls.append(Forward(site, *_sizes(call), call.x_storage, call.w_storage))
-        return op if op in PASSES else "fprop", int(call.backward), site
+        return "fprop", int(call.backward), site
 
     def _backward(self, call: Noted) -> tuple[str, int, str]:
-        op, forwards = call.signature[0], self._forwards.get(call.node, ())
-        forward: Forward | None
-        if op in PASSES:
-            name, forward = op, forwards[0] if forwards else None
-        else:
-            storages = call.x_storage, call.w_storage
-            name, forward = match(forwards, *_sizes(call), storages)
+        forwards = self._forwards.get(call.node, ())
+        storages = call.x_storage, call.w_storage
+        name, forward = match(forwards, *_sizes(call), storages)
         site = forward.site if forward is not None else getattr(call.caller, "__name__", "")
         return name, int(name == "fprop"), site
 

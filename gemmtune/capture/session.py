@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemmtune import machine
 from gemmtune.capture.dims import Dims
 from gemmtune.capture.ops import Recorder
 from gemmtune.capture.profile import power
 from gemmtune.capture.profiler import profile_step
+from gemmtune.capture.te import TeRecorder, save_beside
 from gemmtune.errors import BackendError
 from gemmtune.job import files, readings, steps
 
@@ -43,6 +45,8 @@ class Session:
         self.options = options
         self.out = out
         self.recorder: Recorder | None = None
+        self.te: TeRecorder | None = None
+        self.calls: Calls | None = None
         self.dims = Dims() if options["dims"] else None
         self.step_s: list[float] = []
         self.waited = 0
@@ -52,6 +56,7 @@ class Session:
         self.optimizers: dict[str, int] | None = None
         self._done = threading.Event()
         self._saving = threading.Lock()
+        save_beside(out)
         self._child = False  # forked from the process that imported torch
         self._handle = steps.on_step(self._on_step, options["optimizer"])
         files.at_exit(self._at_exit)
@@ -72,18 +77,21 @@ class Session:
         if not self._done.is_set():
             self._done = threading.Event()
             self._began = time.perf_counter()
-            if self.recorder is not None:
-                self.recorder.forget()
+            for recorder in (self.recorder, self.te, self.calls):
+                if recorder is not None:
+                    recorder.forget()
 
     def _begin(self) -> None:
-        self.recorder = Recorder(self._calls())
+        self.calls = self._library_calls()
+        self.recorder = Recorder(self.calls)
+        self.te = TeRecorder(self.calls)
         if self.dims is not None:
             self.dims.install()
         threading.Thread(target=self._save_at_times, daemon=True).start()
         self.meter = readings.meter()
         self._began = time.perf_counter()
 
-    def _calls(self) -> Calls | None:
+    def _library_calls(self) -> Calls | None:
         backend = self.options["backend"]
         if backend is None:
             return None
@@ -105,6 +113,8 @@ class Session:
         now = time.perf_counter()
         self.step_s.append(now - self._began)
         self.recorder.next_step()
+        if self.te is not None:
+            self.te.step += 1
         if self.dims is not None:
             self.dims.remove()
         if len(self.step_s) == self.options["steps"]:
@@ -129,8 +139,11 @@ class Session:
     def _end(self) -> None:
         if self.options["time"] and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the last calls' events have happened then
-        if self.recorder is not None:
-            self.recorder.remove()
+        for recorder in (self.recorder, self.te):
+            if recorder is not None:
+                recorder.remove()
+        if self.calls is not None:
+            self.calls.stop()
         if self.meter is not None:
             self.gpu = power(self.meter.take())
             self.meter.close()
@@ -141,27 +154,32 @@ class Session:
 
     def _at_exit(self) -> None:
         stepped = self.waited or self.step_s
-        seen = not self._child and self.recorder is not None and self.recorder.rows()
+        seen = not self._child and self._rows()
         if not self._done.is_set() and (stepped or seen):
             self._end()
 
     def _save_at_times(self) -> None:
         while not self._done.wait(SAVE_EVERY_S):
-            if self.recorder is not None and self.recorder.rows():
+            if self._rows():
                 self._save()
 
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = [row for r in (self.recorder, self.te) if r is not None for row in r.rows()]
+        return rows if self.calls is None else self.calls.complete(rows)
+
     def _save(self) -> None:
-        recorder = self.recorder
+        recorders = [r for r in (self.recorder, self.te, self.calls) if r is not None]
         with self._saving:
             files.save(
                 self.out,
                 {
-                    "rows": recorder.rows() if recorder else [],
-                    "untranslated": recorder.untranslated() if recorder else {},
+                    "rows": self._rows(),
+                    "untranslated": {k: v for r in recorders for k, v in r.untranslated().items()},
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": self.optimizers or steps.optimizers(),
                     "timed": self.options["time"],
+                    "settings": machine.settings(),
                     "device": "cuda" if torch.cuda.is_initialized() else "cpu",
                     "compiled": _compiled(),
                     "gpu": self.gpu,

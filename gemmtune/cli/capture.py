@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from gemmtune import __version__, regime, table, textfile
-from gemmtune.capture import merge
+from gemmtune.capture import merge, te
 from gemmtune.capture.ceiling import ceiling
 from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
@@ -95,7 +95,8 @@ def capture(
             click.echo(f"gemmtune: {e}", err=True)
             note_elsewhere(job)
             sys.exit(code or e.exit_code)
-    captured = merge.merge(records)
+        captured = merge.merge(records)
+        captured.remarks.extend(te.compare(out, [row.gemm for row in captured.rows]))
     first = records[0]
     provenance = {
         "stage": "capture",
@@ -108,6 +109,7 @@ def capture(
         "torch": first["torch"],
         "step_us": captured.step_us,
         "steps": min(len(record["step_s"]) for record in records),
+        **({"settings": first["settings"]} if first["settings"] else {}),
         **{k: v for k, v in (("gpu", captured.gpu), ("profile", captured.profile)) if v},
     }
     if not captured.rows:

@@ -16,10 +16,11 @@ import click
 
 from gemmtune.cli.capture import JOB, note_elsewhere
 from gemmtune.errors import JobError, UsageError
-from gemmtune.table import Table, Tuned, parse
+from gemmtune.table import Table, Tuned, parse, read_provenance
 from gemmtune.textfile import read_text
 
 ENTRY = "gemmtune.job.apply:start"
+TE_ENTRY = "gemmtune.job.te_run:start"
 ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
 ALGO_SAVE = "TE_HIPBLASLT_ALGO_SAVE"
 # With these set, Transformer Engine tunes inside the job, or picks another index than the table's.
@@ -109,12 +110,8 @@ def run(
     example = "run tuned.csv -- python train.py"
     path, _, rows = read_job_table(tuned, example)
     check_job(job, example)
-    if rows is None:
-        words = launch.command(job)
-        variables, unset = te_variables(path)
-        env = {k: v for k, v in os.environ.items() if k not in unset} | variables
-        click.echo(f"gemmtune: {ALGO_LOAD}={variables[ALGO_LOAD]}", err=True)
-        os.execvpe(words[0], words, env)
+    if rows is None or applied_by_te(rows, backend):
+        ctx.exit(_run_te(path, rows, job))
     with tempfile.TemporaryDirectory(prefix="gemmtune-run-") as out:
         options = _options(path, backend, strict, quiet=True)
         code = launch.run(job, ENTRY, options, out, _preload(rows, backend))
@@ -130,6 +127,57 @@ def run(
     for line in sorted({line for use in uses for line in use.differences}):
         click.echo(f"gemmtune: note: {line}", err=True)
     ctx.exit(code)
+
+
+def applied_by_te(rows: Table[Tuned], backend: str | None) -> bool:
+    """Whether a table of ours is for Transformer Engine to read, once it is converted."""
+    return (backend or rows.provenance.get("backend")) == "te"
+
+
+def _settings_differ(made: dict[str, Any]) -> list[str]:
+    """Settings that were others when the GEMMs were captured; TE's own are dealt with here."""
+    from gemmtune import machine
+
+    then, now = made.get("settings") or {}, machine.settings()
+    return [
+        f"{name}: {then.get(name, 'not set')} when the job was captured, {now.get(name, 'not set')}"
+        " here"
+        for name in machine.SETTINGS
+        if "stage" in made and not name.startswith("TE_") and then.get(name) != now.get(name)
+    ]
+
+
+def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
+    """Run a job whose Transformer Engine loads the table, the same file in all ranks."""
+    from gemmtune.dialects import te
+    from gemmtune.dialects.convert import convert, te_made
+    from gemmtune.job import launch
+    from gemmtune.job.te_coverage import report
+
+    with tempfile.TemporaryDirectory(prefix="gemmtune-run-") as out:
+        for line in _settings_differ(read_provenance(read_text(path))[0]):
+            click.echo(f"gemmtune: note: {line}", err=True)
+        if rows is not None:
+            dialect = te_made(rows.provenance).get("dialect", "te-v1")
+            text = convert(read_text(path), dialect).text
+            path = Path(out) / "tuned.csv"
+            path.write_text(text, encoding="utf-8")
+        variables, unset = te_variables(path)
+        for name in unset:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        click.echo(f"gemmtune: {ALGO_LOAD}={variables[ALGO_LOAD]}", err=True)
+        code = launch.run(job, TE_ENTRY, {"table": str(path)}, out)
+        try:
+            records = launch.read_ranks(out)
+        except JobError:
+            records = []
+        saved = [read_text(p) for p in sorted(Path(out).glob("te-*.csv"))]
+        for line in report(te.read(read_text(path), str(path)), records, saved):
+            click.echo(f"gemmtune: {line}", err=True)
+    if not records:
+        note_elsewhere(job)
+    return code
 
 
 @click.command(epilog="Example:  gemmtune env tuned.csv")
@@ -149,6 +197,11 @@ def env(tuned: Path | None, strict: bool, backend: str | None) -> None:
     unset: list[str] = []
     if rows is None:
         variables, unset = te_variables(path)
+    elif applied_by_te(rows, backend):
+        raise UsageError(
+            f"{path} is for Transformer Engine: write it in its dialect first (gemmtune convert "
+            f"{path} -o te.csv), then: gemmtune env te.csv"
+        )
     else:
         options = _options(path, backend, strict, quiet=False)
         preload = _preload(rows, backend)

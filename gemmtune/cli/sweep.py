@@ -125,6 +125,20 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str | None) -> fl
     help="AMD: also algorithms that hipBLASLt does not list, for a Transformer Engine that takes "
     "their ids directly.",
 )
+@click.option(
+    "--run-count",
+    type=click.IntRange(1),
+    default=30,
+    show_default=True,
+    help="AMD: launches for each algorithm that Transformer Engine's own tuner tries.",
+)
+@click.option(
+    "--algo-count",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="AMD: algorithms that Transformer Engine's own tuner tries.",
+)
 @click.option("--force", is_flag=True, help="Sweep a GPU's shapes on a CPU (with --backend cpu).")
 @click.option("--json", "as_json", is_flag=True, help="The summary as JSON.")
 def sweep(
@@ -142,6 +156,8 @@ def sweep(
     fresh: bool,
     reanalyse: bool,
     te_direct: bool,
+    run_count: int,
+    algo_count: int,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -171,7 +187,8 @@ def sweep(
             force=force and backend == "cpu",
             budget_s=budget,
         )
-        summary = measure(shapes, backend, numerics, path, output, options)
+        asked = {"numerics": numerics, "run_count": run_count, "algo_count": algo_count}
+        summary = measure(shapes, backend, asked, path, output, options)
     if as_json:
         click.echo(json.dumps(as_dict(summary), indent=1))
     else:
@@ -179,9 +196,15 @@ def sweep(
 
 
 def measure(
-    shapes: str, backend: str, numerics: str, candidates: str, output: str, options: Options
+    shapes: str,
+    backend: str,
+    asked: Mapping[str, Any],
+    candidates: str,
+    output: str,
+    options: Options,
 ) -> Summary:
-    """Say how long it will take, then sweep, with a bar."""
+    """Say how long it will take, then sweep, with a bar. `asked`: attributes of the backend, of
+    which each has those that mean something to it."""
     from gemmtune import table, textfile
     from gemmtune.backends import base
     from gemmtune.sweep import run
@@ -192,7 +215,9 @@ def measure(
     textfile.check_apart(shapes, candidates, output, samples)
     read = table.read(shapes, table.Shape)
     chosen = base.get(base.detect() if backend == "auto" else backend)
-    chosen.numerics = numerics
+    for name, value in asked.items():
+        if hasattr(chosen, name):
+            setattr(chosen, name, value)
     plan = make_plan(read.rows, chosen, options)
     count = run.thread_count(read.provenance, options)
     swept = [gemm for gemm in plan.gemms if plan.seconds[gemm]]

@@ -9,13 +9,13 @@ import click
 
 from gemmtune.dialects import DIALECTS, GEMMTUNE, OVERRIDE, TUNABLEOP, detect, hipblaslt, te
 from gemmtune.dialects.convert import convert as convert_text
-from gemmtune.dialects.convert import source_of
+from gemmtune.dialects.convert import source_of, te_made
 from gemmtune.dialects.finding import ERROR, Finding, has_errors
 from gemmtune.dialects.lint import lint
 from gemmtune.dialects.merge import merge as merge_texts
 from gemmtune.errors import UsageError
 from gemmtune.gemm import Gemm
-from gemmtune.table import Shape, by_gemm, read
+from gemmtune.table import Shape, by_gemm, read, read_provenance
 from gemmtune.textfile import decode, read_bytes, read_text, write_text
 
 
@@ -121,8 +121,8 @@ def _put(output: str | None, text: str) -> None:
 @click.option(
     "--to",
     type=click.Choice((*DIALECTS, OVERRIDE, TUNABLEOP)),
-    required=True,
-    help="The dialect to write: TE's, hipBLASLt's tuning file, PyTorch's TunableOp results.",
+    help="The dialect to write: TE's, hipBLASLt's tuning file, PyTorch's TunableOp results."
+    "  [default: what the swept Transformer Engine speaks]",
 )
 @click.option("--drop", is_flag=True, help="Leave out the rows that the dialect cannot express.")
 @click.option(
@@ -141,7 +141,7 @@ def _put(output: str | None, text: str) -> None:
 def convert(
     file: str,
     *,
-    to: str,
+    to: str | None,
     drop: bool,
     shapes: str | None,
     like: str | None,
@@ -155,6 +155,9 @@ def convert(
     mode): exit code 1, with the reason for each.
     """
     text = _sound(file, gpu)
+    to = to or te_made(read_provenance(text)[0]).get("dialect")
+    if to is None:
+        raise UsageError(f"{file} does not say for which Transformer Engine it is: add --to te-v1")
     calls: dict[Gemm, float] = by_gemm(read(shapes, Shape).rows) if shapes else {}
     result = convert_text(text, to, calls, read_text(like) if like else "", gpu)
     if not drop:

@@ -88,12 +88,13 @@ def convert(
     rows = list(_rows(text, source, gpu))
     entries: dict[int, _Entry] = {}
     findings: list[Finding] = []
+    fp8_bias = te_made(_provenance(text, source)).get("fp8_bias", "float32")
     by_layout = to == TUNABLEOP and tunableop.named_by_layout(like)
     for number, row in rows:
         try:
             if isinstance(row, str):
                 raise ValueError(row)
-            entries[number] = _entry(row, to, by_layout)
+            entries[number] = _entry(row, to, by_layout, fp8_bias)
         except ValueError as e:
             findings.append(_refusal(number, str(e)))
     merged = _merge_keys(entries, calls or {}, ranged=to in (*te.COLUMNS, GEMMTUNE))
@@ -138,7 +139,7 @@ def _rows(text: str, source: str, gpu: int | None) -> Iterator[tuple[int, Tuned 
                     yield number, str(e)
 
 
-def _entry(row: Tuned, to: str, by_layout: bool) -> _Entry:
+def _entry(row: Tuned, to: str, by_layout: bool, fp8_bias: str) -> _Entry:
     """Raises ValueError where the dialect cannot say the row."""
     if to == OVERRIDE:
         return _Entry(override.key(row), override.render(row), row)
@@ -146,7 +147,7 @@ def _entry(row: Tuned, to: str, by_layout: bool) -> _Entry:
         return _Entry(tunableop.key(row), tunableop.render(row, by_layout), row)
     if to == GEMMTUNE:
         return _Entry((row.dev_cap, row.gemm), line(row), row)
-    te_row = te_of(row)
+    te_row = te_of(row, fp8_bias)
     return _Entry(te_row.key, te.line_of(te_row, to).text, row)
 
 
@@ -251,8 +252,11 @@ def tuned_of(row: te.Row) -> Tuned:
     return Tuned(row.dev_cap, gemm, row.ws_min, row.ws_max, algo)
 
 
-def te_of(row: Tuned) -> te.Row:
-    """Our row as TE would look it up. Raises ValueError with the reason where TE never would."""
+def te_of(row: Tuned, fp8_bias: str = "float32") -> te.Row:
+    """Our row as TE would look it up. Raises ValueError with the reason where TE never would.
+
+    `fp8_bias` stands in the key of an FP8 GEMM without a bias: bfloat16 in TE 1.x.
+    """
     g = row.gemm
     if row.dev_cap == 0:
         raise ValueError("made on a CPU (dev_cap 0): TE tunes GEMMs of AMD GPUs only")
@@ -271,7 +275,7 @@ def te_of(row: Tuned) -> te.Row:
         raise ValueError(f"algo_id {row.algo.algo_id}, aidx {row.algo.aidx}: TE finds no such one")
     return te.Row(
         *(row.dev_cap, g.m, g.n, g.k, g.trans_a, g.trans_b, g.type_a, g.type_b, g.type_d),
-        bias_type="-" if not g.fp8 else "float32" if g.bias_type == "-" else g.bias_type,
+        bias_type="-" if not g.fp8 else fp8_bias if g.bias_type == "-" else g.bias_type,
         lda=g.lda,
         ldb=g.ldb,
         ldd=g.ldd,
@@ -284,6 +288,12 @@ def te_of(row: Tuned) -> te.Row:
         aidx=row.algo.aidx,
         scale_mode=g.scale_mode,
     )
+
+
+def te_made(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a sweep learnt of the installed TE: dialect, dev_cap, fp8_bias; empty if nothing."""
+    said = provenance.get("te")
+    return said if isinstance(said, dict) else {}
 
 
 def _merge_keys(

@@ -27,6 +27,8 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "te-v3": (*_KEY, "aux_type", *_LD, "scale_mode", "epi", "comp", "scale_type", *_WS),
 }
 HEADERS = {dialect: ",".join(columns) for dialect, columns in COLUMNS.items()}
+# Of its key what every other source of a GEMM says too, and in the same words.
+SAID = (*_KEY[1:-1], *_LD, "epi")
 # Columns that are not named as the field of Row that they fill.
 FIELD_OF = {"fp8_scale": "scale_mode", "scale_type": "scale"}
 

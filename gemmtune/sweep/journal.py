@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import stat
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -111,6 +112,7 @@ class Journal:
         self._started = self._synced = time.monotonic()
         self._before_s = self.held.spent_s
         self._dirty = False
+        self._turn = threading.RLock()  # several Gemms may be under way, each in its own thread
 
     def start(self, provenance: Mapping[str, Any]) -> None:
         """Begin to write: cut off a torn last line, say who writes and under what provenance."""
@@ -128,7 +130,9 @@ class Journal:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        os.close(self._fd)  # what was written outlives this process in any case
+        with self._turn:  # what was written outlives this process in any case
+            fd, self._fd = self._fd, -1
+        os.close(fd)
 
     @property
     def spent_s(self) -> float:
@@ -139,10 +143,11 @@ class Journal:
         """Begin a Gemm; an earlier record of it no longer counts."""
         asked = {**task._asdict(), "gemm": task.gemm._asdict()}
         found = [[*c.algo, c.ws_bytes, *[1] * c.unlisted] for c in choices]
-        self._write({"begin": asked, "calls": calls, "share": share, "choices": found})
-        record = Record(self.held.begun, task, calls, share, choices)
-        self.held.begun += 1
-        self.held.records[task.gemm] = record
+        with self._turn:
+            self._write({"begin": asked, "calls": calls, "share": share, "choices": found})
+            record = Record(self.held.begun, task, calls, share, choices)
+            self.held.begun += 1
+            self.held.records[task.gemm] = record
         return record
 
     def answer(self, record: Record, ask: Ask, answer: Answer) -> None:
@@ -179,8 +184,9 @@ class Journal:
         left = (data + "\n").encode("utf-8", "backslashreplace")
         self._dirty = True
         try:
-            while left:
-                left = left[os.write(self._fd, left) :]
+            with self._turn:
+                while left:
+                    left = left[os.write(self._fd, left) :]
         except OSError as e:
             self._cannot(e)
 

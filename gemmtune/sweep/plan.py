@@ -113,8 +113,8 @@ class Purse:
     """The time that the Gemms still to be swept get: what earlier ones left or overran is shared
     out anew among them, with the overhead as measured."""
 
-    def __init__(self, plan: Plan, options: Options) -> None:
-        self._plan, self._budget_s = plan, options.budget_s
+    def __init__(self, plan: Plan, options: Options, lanes: int = 1) -> None:
+        self._plan, self._budget_s, self._lanes = plan, options.budget_s, lanes
         self._beside_s = [START_S]
 
     def seconds(self, todo: list[Gemm], spent_s: float) -> float:
@@ -122,7 +122,7 @@ class Purse:
         if not self._budget_s:
             return self._plan.seconds[todo[0]]
         shares = [self._plan.shares[gemm] for gemm in todo]
-        return budget.allot(shares, self._budget_s - spent_s, self._overhead_s)[0]
+        return budget.allot(shares, (self._budget_s - spent_s) * self._lanes, self._overhead_s)[0]
 
     def over(self, spent_s: float) -> bool:
         """Whether it is time to stop in the midst of a Gemm."""
@@ -132,7 +132,7 @@ class Purse:
         """What the Gemms still to be done are expected to take."""
         if self._budget_s:
             return max(0.0, self._budget_s - spent_s)
-        return sum(self._plan.seconds[gemm] + self._overhead_s for gemm in todo)
+        return sum(self._plan.seconds[gemm] + self._overhead_s for gemm in todo) / self._lanes
 
     def took(self, wall_s: float, timing_s: float) -> None:
         """A Gemm is done: its time, and that of it in which it was timed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from gemmtune.sweep.results import (
     tuned_row,
 )
 from gemmtune.sweep.search import TIME, Answer, Ask, Task
+from gemmtune.sweep.shared import agree
 from gemmtune.sweep.worker import Workers
 from gemmtune.table import Candidate, Shape, Table, Tuned
 
@@ -118,6 +120,7 @@ def reanalyse(
                 reason = "recorded by another version of gemmtune, which asked otherwise: sweep it"
                 rows[gemm] = failed_rows(gemm, reason)
         made = write_tables(held, rows, min_gain, candidates_path, tuned_path)
+        rows = settled(made, held, rows)
         lines = [line_of(g, held.records[g].calls, held.records[g].share, rows[g]) for g in rows]
         lines.sort(key=lambda line: -line.share)
         names = str(candidates_path), str(tuned_path), str(path)
@@ -135,6 +138,16 @@ def _check_paths(candidates_path: PathLike, tuned_path: PathLike) -> Path:
     return path
 
 
+def settled(
+    made: Mapping[str, Any], held: journal.Held, rows: Mapping[Gemm, Sequence[Candidate]]
+) -> dict[Gemm, list[Candidate]]:
+    """The rows as a table of the sweep's backend can have them."""
+    found = {gemm: list(block) for gemm, block in rows.items()}
+    if made.get("backend") not in base.PREFERRED["AMD"]:
+        return found
+    return agree(found, {gemm: held.records[gemm].calls for gemm in found})
+
+
 def write_tables(
     held: journal.Held,
     rows: Mapping[Gemm, Sequence[Candidate]],
@@ -144,7 +157,8 @@ def write_tables(
 ) -> dict[str, Any]:
     """Write the tables of the Gemms that are done, in the journal's order; their provenance."""
     made = {**held.provenance, "min_gain": min_gain}
-    done = [(record, rows[gemm]) for gemm, record in held.records.items() if gemm in rows]
+    rows = settled(made, held, rows)
+    done = [(record, rows[gemm]) for gemm, record in list(held.records.items()) if gemm in rows]
     machine_made = held.provenance.get("machine") or {}
     dev_cap = machine_made.get("dev_cap") or 0
     tuned = [row for record, block in done if (row := tuned_row(record, block, dev_cap))]
@@ -172,7 +186,11 @@ class _Sweep:
     ) -> None:
         self.journal, self.plan, self.backend = kept, plan, backend
         self.threads, self.options, self.progress = threads, options, progress
-        self.purse = Purse(plan, options)
+        # A copy of the backend for each GPU that the sweep may use, each with its own thread here.
+        self.lanes: list[Backend] = getattr(backend, "lanes", lambda: [backend])()
+        self.purse = Purse(plan, options, len(self.lanes))
+        self._turn = threading.RLock()
+        self._over = threading.Event()
         self.rows: dict[Gemm, list[Candidate]] = {}
         self.anew: set[Gemm] = set()
         self._read_at = 0.0
@@ -189,25 +207,63 @@ class _Sweep:
             for note in notes:
                 self._tell(todo, note=note)
         unswept: dict[Gemm, float] = {}
-        while todo:
-            gemm = todo[0]
-            self._tell(todo)
-            begun = time.monotonic()
-            try:
-                self.rows[gemm] = self._measure(gemm, todo)
-            except OutOfTime:
-                break
-            self.purse.took(time.monotonic() - begun, self._timing_s(gemm))
-            todo.pop(0)
-            self._write()
-            self._tell(todo, self._line(gemm), gemm=gemm)
+        waiting = list(todo)
+        if len(self.lanes) == 1:
+            self._sweep_on(self.backend, waiting, todo)
+        else:
+            self._sweep_on_all(waiting, todo)
         unswept = {gemm: self.plan.shares[gemm] for gemm in todo}
         made = self._write(last=True)
+        self.rows = settled(made, self.journal.held, self.rows)
         lines = [self._line(gemm) for gemm in self.plan.gemms if gemm in self.rows]
         beyond = {gemm: self.plan.shares[gemm] for gemm in self.plan.beyond}
         names = str(self.paths[0]), str(self.paths[1]), str(self.journal.path)
         spent = self.journal.spent_s
         return Summary(lines, self.plan.unsupported, beyond, unswept, resumed, spent, *names, made)
+
+    def _sweep_on_all(self, waiting: list[Gemm], todo: list[Gemm]) -> None:
+        """All lanes at once, each in a thread, until nothing waits or one fails."""
+        failed: list[BaseException] = []
+
+        def sweep_on(backend: Backend) -> None:
+            try:
+                self._sweep_on(backend, waiting, todo)
+            except BaseException as e:
+                failed.append(e)
+                self._over.set()
+
+        threads = [threading.Thread(target=sweep_on, args=(b,), daemon=True) for b in self.lanes]
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            self._over.set()  # after Ctrl-C, say: what a lane still hears goes nowhere
+        if failed:
+            raise failed[0]
+
+    def _sweep_on(self, backend: Backend, waiting: list[Gemm], todo: list[Gemm]) -> None:
+        """Take Gemms off `waiting`, and off `todo` once they are done."""
+        while True:
+            with self._turn:
+                if not waiting or self._over.is_set():
+                    return
+                left = list(waiting)
+                gemm = waiting.pop(0)
+                self._tell(todo, gemm=gemm)
+            begun = time.monotonic()
+            try:
+                found = self._measure(backend, gemm, left)
+            except OutOfTime:
+                waiting.clear()
+                return
+            with self._turn:
+                self.rows[gemm] = found
+                self.purse.took(time.monotonic() - begun, self._timing_s(gemm))
+                todo.remove(gemm)
+                self._write()
+                self._tell(todo, self._line(gemm), gemm=gemm)
 
     def _take_up(self) -> None:
         """The rows of the Gemms that the journal holds to the end."""
@@ -222,7 +278,7 @@ class _Sweep:
             except Diverged:
                 self.anew.add(gemm)
 
-    def _measure(self, gemm: Gemm, todo: list[Gemm]) -> list[Candidate]:
+    def _measure(self, backend: Backend, gemm: Gemm, todo: list[Gemm]) -> list[Candidate]:
         """The rows of one Gemm. Raises OutOfTime; what was answered until then is kept."""
         log, options = self.journal, self.options
         record = None if gemm in self.anew else log.held.records.get(gemm)
@@ -234,7 +290,7 @@ class _Sweep:
         sustained = matters(share) and regime.of(log.held.provenance) != regime.BELOW
         task = Task(gemm, seconds, sustained, options.min_gain, options.seed)
         more = (self.threads, options.timeout_s, lambda: self._tell(todo))
-        with Workers(self.backend, gemm, options.seed, *more) as workers:
+        with Workers(backend, gemm, options.seed, *more) as workers:
             try:
                 choices = workers.choices()
                 if record is not None and record.choices not in ([], choices):
@@ -254,8 +310,9 @@ class _Sweep:
                 for asked, given in workers.answers(number, asks):
                     log.answer(current, asked, given)
                     found.append(given)
-                    self._read_gpu(current)
-                    if self.purse.over(log.spent_s):
+                    if backend is self.lanes[0]:
+                        self._read_gpu(current)
+                    if self.purse.over(log.spent_s) or self._over.is_set():
                         raise OutOfTime
                 return found
 
@@ -302,9 +359,10 @@ class _Sweep:
         note: str = "",
     ) -> None:
         total = len(self.plan.gemms)
-        left = self.purse.left_s(todo, self.journal.spent_s)
-        about = gemm or todo[0]
-        self.progress(Event(total - len(todo), total, about, left, line, note))
+        with self._turn:
+            left = self.purse.left_s(todo, self.journal.spent_s)
+            about = gemm or todo[0]
+            self.progress(Event(total - len(todo), total, about, left, line, note))
 
 
 @contextmanager
@@ -342,7 +400,7 @@ def thread_count(captured: Mapping[str, Any], options: Options) -> int:
 
 def _refuse_gpu_shapes(shapes: Table[Shape], backend: Backend, options: Options) -> None:
     """A CPU says nothing about a GPU's algorithms."""
-    if backend.device != "cpu" or options.force:
+    if backend.dev_cap() or options.force:
         return
     device = shapes.provenance.get("device", "cpu")
     made = shapes.provenance.get("machine") or {}
@@ -368,6 +426,7 @@ def _provenance(
         "version": __version__,
         "backend": backend.name,
         "numerics": backend.numerics,
+        **getattr(backend, "about", dict)(),
         "machine": {**machine.fingerprint(backend), "threads": threads},
         "threads": threads,
         "seconds_per_shape": options.seconds_per_shape,

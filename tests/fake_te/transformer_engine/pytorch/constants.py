@@ -1,0 +1,3 @@
+import transformer_engine_torch as tex
+
+TE_DType = tex.OF_TORCH
