@@ -48,8 +48,8 @@ class Hook:
     """Tells `note` of every GEMM that TE issues in this process, from now on or once it is loaded.
 
     `note` is called right after the GEMM was issued, in the same thread, with what `begin()` said
-    before: so whoever watches the library can join what it saw. Whatever fails here, the job's GEMM has been issued; it is
-    counted in `failed`.
+    before, so that whoever watches the library can join what it saw. Whatever fails here, the job's
+    GEMM has been issued; it is counted in `failed`.
     """
 
     def __init__(
