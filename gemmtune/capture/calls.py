@@ -5,6 +5,7 @@ Runs inside the job, which started with the interposer. Reads and writes no file
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -22,9 +23,8 @@ class Calls:
 
     def __init__(self, interposer: client.Interposer, timed: bool = False) -> None:
         self._interposer = interposer
-        self._found: dict[int, client.Record] = {}
         interposer.drain()  # what came before is not asked for
-        self._before = self._unseen()
+        self.forget()
         self.begin = interposer.calls
         self.since = interposer.launched
         interposer.mode(True, timed)
@@ -33,8 +33,10 @@ class Calls:
         self._interposer.mode(False)
 
     def forget(self) -> None:
-        """In a forked child: what the parent's threads launched is not the child's."""
-        self._found.clear()
+        """Start anew, as in a forked child: what the parent launched is not the child's."""
+        self._lock = threading.Lock()  # the parent's may be held by a thread that it alone has
+        self._found: dict[int, client.Record] = {}
+        self._before = self._unseen()
 
     def unspelled(self) -> Counter[str]:
         """Calls that were seen, and are no Gemm of a table."""
@@ -54,7 +56,7 @@ class Calls:
         nobody = {"pass": "other", "recompute": 0, "site": "", "step": 0}
         more = [
             {**nobody, "id": number, "calls": record.calls - claimed.get(number, 0)}
-            for number, record in self._found.items()
+            for number, record in list(self._found.items())
             if record.calls > claimed.get(number, 0)
         ]
         made = [row for row in rows if "id" not in row]
@@ -68,13 +70,14 @@ class Calls:
         return made
 
     def _look(self) -> None:
-        for new in self._interposer.drain():
-            old = self._found.get(new.id, new._replace(calls=0, timed=0, time_us=0.0))
-            self._found[new.id] = new._replace(
-                calls=old.calls + new.calls,
-                timed=old.timed + new.timed,
-                time_us=old.time_us + new.time_us,
-            )
+        with self._lock:
+            for new in self._interposer.drain():
+                old = self._found.get(new.id, new._replace(calls=0, timed=0, time_us=0.0))
+                self._found[new.id] = new._replace(
+                    calls=old.calls + new.calls,
+                    timed=old.timed + new.timed,
+                    time_us=old.time_us + new.time_us,
+                )
 
     def _unseen(self) -> int:
         """Calls since the start that went through unseen, or that no Gemm has a name for."""
