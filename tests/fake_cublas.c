@@ -24,6 +24,9 @@ int cublasCreate_v2(Handle **made)
     return OK;
 }
 
+static _Atomic size_t last; /* bytes of workspace that the last launch had */
+size_t fake_workspace(void) { return last; }
+
 static int bad(const Handle *h) { return !h || h->magic != MAGIC; }
 
 int cublasDestroy_v2(Handle *h)
@@ -90,6 +93,7 @@ int cublasGemmStridedBatchedEx(Handle *h, int ta, int tb, int m, int n, int k, c
     void *lc = layout(ct, m, n, ldc, sc, batch);
     cublasLtMatmulDescSetAttribute(desc, 3, &ta, sizeof ta);
     cublasLtMatmulDescSetAttribute(desc, 4, &tb, sizeof tb);
+    last = h->bytes;
     int status = INVALID;
     if (la && lb && lc)
         status = cublasLtTSTMatmul(h, desc, alpha, a, la, b, lb, beta, c, lc, c, lc, NULL,

@@ -8,54 +8,22 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import c_float, c_int32, c_long, c_uint64, c_void_p
+from ctypes import c_float, c_int32, c_uint64
 from pathlib import Path
 
 import fake_lt
+from fake_calls import CAPTURING, HIP, SETTINGS, VENDOR, Spec, library, spec
 
+from gemmtune.backends.blas import PLAIN
 from gemmtune.gemm import LIBRARY_APIS, Algo, Gemm
 from gemmtune.interposer import client
 from gemmtune.interposer.client import REASONS, Interposer, InterposerApplier
 
-VENDOR = os.environ.get("GEMMTUNE_TEST_VENDOR", "cublaslt")
-HIP = VENDOR == "hipblaslt"
-# By attributes' numbers; of hipBLASLt the solution's index.
-SETTINGS = (1000 if HIP else 20, 15, 1, 0, 0, 0, 0, 0, 0)
 UNALIGNED = (1034, 0, 0, 0, 0, 0, 0, 0, 0) if HIP else SETTINGS
-N, T = (111, 112) if HIP else (0, 1)
 DRIVER = "libamdhip64.so.6" if HIP else "libcuda.so.1"
 APIS = LIBRARY_APIS[: 1 if HIP else 3]  # of hipBLAS nothing is caught
 # hipBLASLt's solutions that stand for tiles of cuBLASLt; 1136 splits k in 4.
 SOLUTIONS = {15: 1000, 20: 1017, 99: 9999}
-CAPTURING = 1  # the stream that captures where one does
-
-
-class Spec(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int32) for name in ("m", "n", "k", "trans_a", "trans_b")),
-        *((name, c_int32) for name in ("type_a", "type_b", "type_d", "epi", "bias_type")),
-        *((name, c_int32) for name in ("fast", "batch", "lda", "ldb", "ldd", "offset")),
-        ("beta", c_float),
-        ("ws_bytes", c_uint64),
-        ("settings", c_int32 * 9),
-        ("api", c_int32),
-        ("stream", c_void_p),
-    )
-
-
-def spec(m: int = 8, n: int = 16, k: int = 32, **more: object) -> Spec:
-    own = {
-        "trans_a": T,
-        "trans_b": N,
-        "epi": 1,
-        "bias_type": -1,
-        "batch": 1,
-        "ws_bytes": 4096,
-        **more,
-    }
-    own = {"lda": m if own["trans_a"] == N else k, "ldb": k, "ldd": m, **own}
-    settings = own.pop("settings", SETTINGS)
-    return Spec(m=m, n=n, k=k, settings=(c_int32 * 9)(*settings), **own)  # type: ignore[arg-type]
 
 
 def gemm(m: int = 8, n: int = 16, k: int = 32, **more: object) -> Gemm:
@@ -78,12 +46,11 @@ def algo(tile: int = 15, number: int = 20, splitk: int = 1, reduction: int = 0) 
 
 class Job:
     def __init__(self, folder: Path) -> None:
-        self._job = ctypes.CDLL(str(folder / "libjob.so"))
+        self._job = library(folder)
         self.lt = ctypes.CDLL(str(folder / fake_lt.LIBRARIES[VENDOR]))
         self.lt.fake_calls.restype = c_uint64
         self.lt.fake_last.restype = ctypes.POINTER(c_int32)
         self.cuda = ctypes.CDLL(str(folder / DRIVER))
-        self._job.job_gemm.argtypes = (c_void_p, c_long, c_void_p)
         self.backend = fake_lt.FAKES[VENDOR](folder / fake_lt.LIBRARIES[VENDOR])
         self.interposer = Interposer(self.backend)
         self.interposer.mode(True)
@@ -185,6 +152,19 @@ def a_batched_choice_computes_every_matrix(job: Job) -> None:
     strides = {"stride_a": 256, "stride_b": 512, "stride_d": 128}
     job.interposer.choose({gemm(api=name, batch=3, **strides): algo(20)})
     assert job.run(made) == 0 and job.tile() == 20
+
+
+def the_plain_call_as_a_choice_passes_through_and_counts_as_launched(job: Job) -> None:
+    other = gemm(api="gemmex", k=64)
+    job.interposer.choose({gemm(api="gemmex"): PLAIN, other: algo(20)})
+    assert job.run(spec(api=1), 3) == 0 and job.tile() != 20
+    assert job.run(spec(api=1, k=64), 2) == 0 and job.tile() == 20
+    found = {r.gemm: (r.algo, r.applied, r.calls) for r in job.interposer.drain()}
+    assert found == {gemm(api="gemmex"): (PLAIN, True, 3), other: (algo(20), True, 2)}
+    job.interposer.choose({})
+    assert job.run(spec(api=1)) == 0
+    (record,) = job.interposer.drain()
+    assert (record.algo, record.applied) == (None, False) and not job.faults()
 
 
 def a_choice_that_needs_more_workspace_than_the_call_has_falls_back(job: Job) -> None:
@@ -314,6 +294,7 @@ SCENARIOS = [
 OF_THE_OLDER_API = {
     "the_older_api_is_counted_once_with_the_workspace_that_it_was_given",
     "a_batched_choice_computes_every_matrix",
+    "the_plain_call_as_a_choice_passes_through_and_counts_as_launched",
 }
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 import fake_lt
 import interposer_job
 import pytest
+from fakes import cc, environment, fakes
 
 from gemmtune.backends import base
 from gemmtune.errors import BackendError
@@ -18,31 +19,6 @@ from gemmtune.interposer import build, client
 from gemmtune.job import launch
 
 HERE = Path(__file__).parent
-FLAGS = ("-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror")
-
-
-def cc(out: Path, *words: str | Path) -> Path:
-    subprocess.run([*build.compiler(), *FLAGS, *words, "-o", out], check=True)
-    return out
-
-
-def fakes(vendor: str, folder: Path, *flags: str) -> Path:
-    """The libraries under their real names, and a job that is linked to them."""
-    folder.mkdir(exist_ok=True)
-    hip = vendor == "hipblaslt"
-    flags = (*flags, *["-DHIP"] * hip)
-
-    def shared(name: str, source: str, *needs: Path) -> Path:
-        tied = ("-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", f"-Wl,-soname,{name}")
-        source_file = HERE / source
-        return cc(folder / name, *flags, "-shared", "-fPIC", source_file, *tied, *needs, "-lm")
-
-    lt = shared(fake_lt.LIBRARIES[vendor], f"fake_{vendor}.c")
-    driver = shared("libamdhip64.so.6" if hip else "libcuda.so.1", "fake_cuda.c")
-    blas = [] if hip else [shared("libcublas.so.13", "fake_cublas.c", lt)]
-    shared("libjob.so", "interposer_job.c", *blas, lt, driver)
-    build.compile_to(folder / build.NAME, (*build.WARNINGS, *flags, *[build.HIP] * hip))
-    return folder
 
 
 @pytest.fixture(scope="module", params=fake_lt.FAKES)
@@ -52,10 +28,6 @@ def vendor(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        build.compiler()
-    except BackendError as e:
-        pytest.skip(str(e))
     return fakes(vendor, tmp_path_factory.mktemp("fakes"))
 
 
@@ -63,9 +35,8 @@ def folder(vendor: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_in_a_job(scenario, vendor, folder):
     if vendor == "hipblaslt" and scenario in interposer_job.OF_THE_OLDER_API:
         pytest.skip("of hipBLAS nothing is caught")
-    env = {**os.environ, "LD_PRELOAD": str(folder / build.NAME), "GEMMTUNE_TEST_VENDOR": vendor}
+    env = environment(folder, GEMMTUNE_TEST_VENDOR=vendor)
     words = [sys.executable, HERE / "interposer_job.py", scenario, folder]
-    env["PYTHONPATH"] = os.pathsep.join((str(HERE.parent), str(HERE)))
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -55,7 +55,7 @@ class Blas:
     def __init__(self, vendor: Vendor, loaded: ctypes.CDLL, stream: int) -> None:
         self._loaded, self._stream = loaded, stream
         self._handle = c_void_p()
-        self._names = Library(vendor, loaded)
+        self._names = Library(vendor._replace(prefix="cublas"), loaded)
         self.call("Create_v2", byref(self._handle))
 
     def function(self, name: str) -> Any:

@@ -22,10 +22,8 @@ class Calls:
 
     def __init__(self, interposer: client.Interposer, timed: bool = False) -> None:
         self._interposer = interposer
-        self._found: dict[int, client.Record] = {}
-        self._looking = threading.Lock()
         interposer.drain()  # what came before is not asked for
-        self._before = self._unseen()
+        self.forget()
         self.begin = interposer.calls
         self.since = interposer.launched
         interposer.mode(True, timed)
@@ -34,14 +32,14 @@ class Calls:
         self._interposer.mode(False)
 
     def forget(self) -> None:
-        """In a forked child: what the parent's threads launched is not the child's."""
-        self._looking = threading.Lock()
-        self._found.clear()
+        """Start anew, as in a forked child: what the parent launched is not the child's."""
+        self._lock = threading.Lock()  # the parent's may be held by a thread that it alone has
+        self._found: dict[int, client.Record] = {}
+        self._before = self._unseen()
 
     def untranslated(self) -> dict[str, int]:
         """Calls that were seen, and are no Gemm of a table."""
-        with self._looking:
-            self._look()
+        self._look()
         count = self._unseen() - self._before
         return {UNSPELLED: count} if count else {}
 
@@ -51,15 +49,14 @@ class Calls:
         The rows get the algorithm that the job gave, if any, and the time of their calls, 0 where
         they are not timed.
         """
-        with self._looking:
-            self._look()
+        self._look()
         claimed: Counter[int] = Counter()
         for row in rows:
             claimed[row.get("id", 0)] += row["calls"]
         nobody = {"pass": "other", "recompute": 0, "site": "", "step": 0}
         more = [
             {**nobody, "id": number, "calls": record.calls - claimed[number]}
-            for number, record in self._found.items()
+            for number, record in list(self._found.items())
             if record.calls > claimed[number]
         ]
         made = [row for row in rows if "id" not in row]
@@ -73,13 +70,14 @@ class Calls:
         return made
 
     def _look(self) -> None:
-        for new in self._interposer.drain():
-            old = self._found.get(new.id, new._replace(calls=0, timed=0, time_us=0.0))
-            self._found[new.id] = new._replace(
-                calls=old.calls + new.calls,
-                timed=old.timed + new.timed,
-                time_us=old.time_us + new.time_us,
-            )
+        with self._lock:
+            for new in self._interposer.drain():
+                old = self._found.get(new.id, new._replace(calls=0, timed=0, time_us=0.0))
+                self._found[new.id] = new._replace(
+                    calls=old.calls + new.calls,
+                    timed=old.timed + new.timed,
+                    time_us=old.time_us + new.time_us,
+                )
 
     def _unseen(self) -> int:
         """Calls since the start that went through unseen, or that no Gemm has a name for."""

@@ -1,6 +1,7 @@
 """Whether the interposer leaves a job's losses bitwise as they are: python … RESULT.txt [JOB…]
 
-Runs the job (else `gemmtune.llama --te`, 50 steps) plainly twice, under the interposer while it
+Runs the job (else `gemmtune.llama --te`, 50 steps), with torch's deterministic algorithms and
+NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, plainly twice, under the interposer while it
 records and applies nothing, with a table of the defaults of its own cublasLtMatmul calls, and with
 that table made to look as of another library build; the last also with --strict.
 Exits with 1 where losses differ although the two plain runs agree.
@@ -22,6 +23,11 @@ from gemmtune.table import Shape, Tuned
 
 STEPS = 50
 JOB = ["--te", "--model", "llama3-8b", "--layers", "2", "--batch", "1", "--seq", "2048"]
+DETERMINISTIC = """
+import runpy, torch
+torch.use_deterministic_algorithms(True, warn_only=True)
+runpy.run_module("gemmtune.llama", run_name="__main__", alter_sys=True)
+"""
 GEMMTUNE = [sys.executable, "-m", "gemmtune"]
 
 
@@ -41,9 +47,11 @@ def defaults(shapes: Path, tuned: Path, library: str | None = None) -> int:
 def main() -> None:
     out = Path(sys.argv[1])
     folder = Path(tempfile.mkdtemp())
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    os.environ |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     words = sys.argv[2:] or JOB
-    job = [sys.executable, "-m", "gemmtune.llama", *words, "--steps", str(STEPS)]
+    script = folder / "job.py"
+    script.write_text(DETERMINISTIC)
+    job = [sys.executable, str(script), *words, "--steps", str(STEPS)]
     shapes, tuned, foreign = (folder / f"{x}.csv" for x in ("shapes", "tuned", "foreign"))
 
     def run(name: str, before: list[str]) -> tuple[int, list[float], str]:
