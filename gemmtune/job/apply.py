@@ -57,6 +57,12 @@ class Applier(Protocol):
     def fallbacks(self) -> dict[str, int]:
         """Calls since the start that were to be launched otherwise and were not, by reason."""
 
+    def graphed(self) -> int:
+        """Calls since the start that went into a CUDA graph, which replays them as they are.
+
+        Counted where times are taken.
+        """
+
     def close(self) -> None:
         """Take the applier out of the process."""
 
@@ -135,6 +141,9 @@ class KernelApplier:
     def fallbacks(self) -> dict[str, int]:
         with self._lock:
             return dict(self._fallbacks)
+
+    def graphed(self) -> int:
+        return 0
 
     def close(self) -> None:
         self._override.remove()

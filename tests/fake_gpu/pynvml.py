@@ -22,3 +22,6 @@ def nvmlDeviceGetName(handle: int) -> str:
 
 def nvmlDeviceGetCudaComputeCapability(handle: int) -> tuple[int, int]:
     return 9, 0
+
+
+NVML_CLOCK_SM, NVML_CLOCK_MEM = 1, 2
