@@ -175,7 +175,7 @@ def graph() -> None:
     import torch
 
     from gemmtune.backends.cublaslt import CublasLt
-    from gemmtune.interposer.client import Interposer
+    from gemmtune.interposer.client import GRAPHED, Interposer
 
     interposer = Interposer(CublasLt())
     name, call = list(cases(torch))[1]
@@ -191,6 +191,7 @@ def graph() -> None:
     torch.cuda.synchronize()
     got = [(r.calls, r.timed) for r in interposer.drain()]
     print(f"\ngraph of {name}: captured, replayed; (calls, timed) {got}, untimed as it must be")
+    print(f"calls that went into a graph: {interposer.faults()[GRAPHED]}")
     interposer.mode(False)
 
 
