@@ -407,24 +407,28 @@ def start(options: dict[str, Any], out: str) -> None:
 
 
 def _refuse(hard: list[str], options: Mapping[str, Any], out: str) -> None:
-    """Say once, where rank 0 runs its first GEMM, that the table is not used and why."""
+    """Say once, where rank 0 runs a GEMM or a step, that the table is not used and why."""
     line = f"gemmtune: {options['table']} was made elsewhere ({'; '.join(hard)}): "
     if options["strict"]:
         print(line + "refused, as --strict asks", file=sys.stderr)
         raise SystemExit(INCOMPATIBLE)
     told = threading.Lock()
 
-    def tell(op: str, native: kernels.Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def tell() -> None:
         if told.acquire(blocking=False):
             if files.rank()[0] == 0:
                 print(line + "the job goes on untuned", file=sys.stderr)
             if options["quiet"]:
                 files.save(out, Use(incompatible=hard)._asdict())
+
+    def gemm(op: str, native: kernels.Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tell()
         return native(*args, **kwargs)
 
     def stop(_: int) -> None:
+        tell()  # of a job whose GEMMs are not torch's
         override.remove()
         handle.remove()
 
-    override = kernels.Override(tell)
+    override = kernels.Override(gemm)
     handle = steps.on_step(stop)
