@@ -1,6 +1,7 @@
 """What holds of capture over the interposer, in a process that it is preloaded into.
 
-Run by test_calls.py. Reads the folder of the fakes that it built. Each scenario is a process.
+Run by test_calls.py; reads the folder of the fakes that it built. Each scenario is a process of
+its own.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformer_engine_torch as te
+import transformer_engine_torch as tex
 from fake_calls import spec
 from interposer_job import Job, algo, gemm
 from torch.utils.checkpoint import checkpoint
+from transformer_engine.pytorch.cpp_extensions.gemm import Linear
 
 from gemmtune.capture.calls import UNSPELLED, Calls
 from gemmtune.capture.ops import Recorder
 from gemmtune.capture.te import TeRecorder
 from gemmtune.gemm import Gemm
-from gemmtune.job import te_calls
+from gemmtune.job.te_calls import Call
 
 Rows = list[dict[str, Any]]
 
@@ -36,46 +38,40 @@ def in_thread(work: Callable[[], object]) -> None:
     thread.join()
 
 
-class Both:
-    """A capture's two recorders over the library's calls."""
+class Recording:
+    """The recorders as a capture has them together."""
 
     def __init__(self, job: Job, timed: bool = False) -> None:
         self.calls = Calls(job.interposer, timed)
         self.torch, self.te = Recorder(self.calls), TeRecorder(self.calls)
 
     def claim(self, name: str, began: int) -> None:
-        """What was launched since is a GEMM of that pass."""
-        self.te._claim(te_calls.Call(gemm(), name, 0, ""), began)
+        self.te._claim(Call(gemm(), name, 0, ""), began)
 
     def rows(self) -> Rows:
         return self.calls.complete(self.torch.rows() + self.te.rows())
 
     def untranslated(self) -> dict[str, int]:
-        parts = (self.torch, self.te, self.calls)
-        return {name: count for part in parts for name, count in part.untranslated().items()}
+        return self.torch.untranslated() | self.te.untranslated() | self.calls.untranslated()
 
-    def next_step(self) -> None:
-        self.torch.next_step()
-        self.te.step += 1
-
-    def forget(self) -> None:
+    def each(self, method: str) -> None:
         for part in (self.torch, self.te, self.calls):
-            part.forget()
+            getattr(part, method)()
 
-    def remove(self) -> None:
+    def stop(self) -> None:
         self.torch.remove()
         self.te.remove()
         self.calls.stop()
 
 
 @contextmanager
-def recording(job: Job, timed: bool = False) -> Iterator[Both]:
+def recording(job: Job, timed: bool = False) -> Iterator[Recording]:
     """Checks that the rows are all that the library launched meanwhile."""
     before = job.lt.fake_calls()
-    recorder = Both(job, timed)
-    yield recorder
-    recorder.remove()
-    assert sum(r["calls"] for r in recorder.rows()) == job.lt.fake_calls() - before
+    one = Recording(job, timed)
+    yield one
+    one.stop()
+    assert sum(r["calls"] for r in one.rows()) == job.lt.fake_calls() - before
 
 
 def counts(rows: Rows, *names: str) -> dict[tuple[Any, ...], int]:
@@ -153,41 +149,41 @@ def of_more_calls_than_the_trail_holds_the_rest_is_unclaimed(job: Job) -> None:
 
 
 def what_no_table_can_spell_is_counted(job: Job) -> None:
-    recorder = Both(job)
+    recorder = Recording(job)
     job.lt.fake_fail(7)
     job.run(spec(), 3)
     job.lt.fake_fail(-1)
     job.run(spec(), 2)
     assert recorder.untranslated() == {UNSPELLED: 3}
     assert counts(recorder.rows(), "pass") == {("other",): 2}
-    recorder.remove()
+    recorder.stop()
     later = Calls(job.interposer)
     assert later.untranslated() == {}  # what came before is not asked for
     later.stop()
 
 
 def a_forked_child_starts_afresh(job: Job) -> None:
-    recorder = Both(job)
+    recorder = Recording(job)
     job.lt.fake_fail(7)
     job.run(spec(), 3)
     job.lt.fake_fail(-1)
-    te._gemm(torch.ones(8, 8), True, torch.ones(8, 8), False)
+    tex.product(torch.ones(8, 8), True, torch.ones(8, 8), False)
     recorder.rows()
     child = os.fork()
     if not child:
-        recorder.forget()
+        recorder.each("forget")
         ok = recorder.rows() == [] and recorder.untranslated() == {}
         job.lt.fake_fail(7)
         job.run(spec())
         job.lt.fake_fail(-1)
-        te._gemm(torch.ones(8, 8), False, torch.ones(8, 8), False)
+        tex.product(torch.ones(8, 8), False, torch.ones(8, 8), False)
         job.run(spec(), 2)
         found = counts(recorder.rows(), "pass")
         ok = ok and found == {("dgrad",): 1, ("other",): 2}
         os._exit(0 if ok and recorder.untranslated() == {UNSPELLED: 1} else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert counts(recorder.rows(), "pass") == {("fprop",): 1}
-    recorder.remove()
+    recorder.stop()
 
 
 def rows_asked_for_by_two_threads_at_once_lose_no_call(job: Job) -> None:
@@ -211,7 +207,7 @@ def rows_asked_for_by_two_threads_at_once_lose_no_call(job: Job) -> None:
 class Model(torch.nn.Module):
     def __init__(self, recompute: bool | None = None) -> None:
         super().__init__()
-        self.first, self.second = te.Linear(16, 24), te.Linear(24, 8)
+        self.first, self.second = Linear(16, 24), Linear(24, 8)
         self.recompute = recompute  # by which kind of checkpointing, if any
 
     def forward(self, x: Any) -> Any:
@@ -231,13 +227,14 @@ PASSES = {"fprop": (24, 32, 16), "dgrad": (16, 32, 24), "wgrad": (16, 24, 32)}  
 
 
 def transformer_engines_gemms_have_their_pass_and_module(job: Job) -> None:
-    original = te.generic_gemm
+    original = tex.generic_gemm
     with recording(job) as recorder:
-        assert te.generic_gemm is not original
+        assert tex.generic_gemm is not original
         for _ in range(2):
             step(Model())
-            recorder.next_step()
-    assert te.generic_gemm is original  # the job's own again
+            recorder.torch.next_step()
+            recorder.te.step += 1
+    assert tex.generic_gemm is original  # the job's own again
     rows = recorder.rows()
     sites = [(name, 0, site) for name in PASSES for site in ("first", "second")]
     on_library = [r for r in rows if Gemm(*r["gemm"]).api == "lt"]
@@ -291,10 +288,10 @@ def torchs_operators_are_the_librarys_calls(job: Job) -> None:
 
 def an_operator_without_a_call_of_the_library_is_named(job: Job) -> None:
     torch.Tensor.is_cpu = False  # type: ignore[assignment,misc]
-    recorder = Both(job)
+    recorder = Recording(job)
     torch.ones(4, 5) @ torch.ones(5, 6)
     assert recorder.untranslated() == {"mm without a call of the library": 1}
-    recorder.remove()
+    recorder.stop()
 
 
 SCENARIOS = [

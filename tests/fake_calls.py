@@ -1,4 +1,4 @@
-"""Calls of the fake libraries as a job makes them, by interposer_job.c; without gemmtune."""
+"""Calls of the fake libraries as a job makes them, by interposer_job.c; knows no gemmtune."""
 
 from __future__ import annotations
 
