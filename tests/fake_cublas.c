@@ -17,6 +17,8 @@ int cublasLtTSTMatmul(void *, void *, const void *, const void *, void *, const 
                       const void *, const void *, void *, void *, void *, const void *, void *, size_t,
                       void *);
 
+int fake_unlucky(void);
+
 int cublasCreate_v2(Handle **made)
 {
     *made = calloc(1, sizeof **made);
@@ -53,14 +55,14 @@ int cublasSetWorkspace_v2(Handle *h, void *workspace, size_t bytes)
 
 int cublasGetStream_v2(Handle *h, void **stream)
 {
-    if (bad(h)) return NOT_INITIALIZED;
+    if (bad(h) || fake_unlucky()) return NOT_INITIALIZED;
     *stream = h->stream;
     return OK;
 }
 
 int cublasGetPointerMode_v2(Handle *h, int *mode)
 {
-    if (bad(h)) return NOT_INITIALIZED;
+    if (bad(h) || fake_unlucky()) return NOT_INITIALIZED;
     *mode = h->pointers;
     return OK;
 }

@@ -263,6 +263,7 @@ def a_capturing_stream_is_left_alone_and_its_rows_applied(job: Job) -> None:
     assert job.run(spec(stream=CAPTURING), 5) == 0 and job.tile() == 20
     assert job.run(spec(stream=CAPTURING, k=64, api=len(APIS) // 2), 5) == 0
     assert {(r.calls, r.timed) for r in job.interposer.drain()} == {(5, 0)}
+    assert job.faults() == {"captured into a graph": 10}
     assert job.cuda.fake_events() == events
     assert job.run(spec(stream=2), 5) == 0  # another thread's stream is timed all the same
     assert job.interposer.drain()[0].timed == 5
@@ -302,6 +303,7 @@ def the_applier_tells_what_it_launched(job: Job) -> None:
     }
     assert all(found.time_us > 0 for found in drained.values())
     assert applier.fallbacks() == {"the library refused the algorithm": 2}
+    assert applier.graphed() == 0
     applier.close()
     assert job.run(spec()) == 0 and applier.drain() == {}
 

@@ -30,9 +30,11 @@ REASONS = (
     "the algorithm needs more workspace than the call has",
     "the library refused the algorithm",
     "no event to time with",
+    "captured into a graph",
 )
 UNSEEN = REASONS[1:4]  # the call was not counted as any Gemm's
 FALLBACKS = (1, 3, 4, 5)  # of REASONS: the call might have been launched otherwise
+GRAPHED = 7  # of REASONS, no fault: while times are taken
 ROOM = 1024  # rows drained at a time
 
 _SIZES = ("m", "n", "k")
@@ -276,6 +278,9 @@ class InterposerApplier:
     def fallbacks(self) -> dict[str, int]:
         counts = self._interposer.faults()
         return {REASONS[i]: counts[i] for i in FALLBACKS if counts[i]}
+
+    def graphed(self) -> int:
+        return self._interposer.faults()[GRAPHED]
 
     def close(self) -> None:
         self._interposer.mode(False)

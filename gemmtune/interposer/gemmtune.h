@@ -55,6 +55,7 @@ typedef enum {
     WORKSPACE,   /* the choice needs more workspace than the call has */
     REFUSED,     /* the library refused the choice */
     NOT_TIMED,   /* no event could be had */
+    GRAPHED,     /* no fault: it went into a graph, where it stays as it is, and untimed */
     REASONS
 } Reason;
 enum { UNTRIED = -1 };
