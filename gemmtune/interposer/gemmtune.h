@@ -66,7 +66,7 @@ void fault(Reason reason);
 typedef struct Algo Algo;
 struct Algo {
     uint64_t words[ALGO_WORDS], made[ALGO_WORDS];
-    int applied;
+    int applied, is_made;
     atomic_int state; /* FINE: made; UNTRIED; or the reason why it cannot be launched */
     _Atomic uint64_t calls, timed, time_ns;
     Algo *next;
