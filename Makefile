@@ -33,7 +33,8 @@ lint: venv
 check: lint test
 
 interposer: venv
-	@$(IN_VENV) python -c "from gemmtune.interposer import build; print(build.library())"
+	@set -o pipefail; $(IN_VENV) python -c "from gemmtune.interposer import build; \
+	print(build.library(), 'made by', *build.compiler())" 2>&1 | tail -n 1
 
 bench: venv
 	@$(IN_VENV) python bench/run.py

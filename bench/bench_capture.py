@@ -31,6 +31,7 @@ from gemmtune.stats import ratio_interval
 ROUNDS = 40
 BLOCK = 4
 WAIT = {"steps": 1, "warmup": 10**9, "stop": False, "dims": False, "optimizer": None}
+WAIT |= {"profile": False, "time": False, "backend": None}
 
 
 def reference(tokens: int) -> Callable[[], None]:

@@ -23,6 +23,9 @@ TYPE_BYTES = {
 FP8_TYPES = ("float8e4m3", "float8e5m2")
 EPILOGUES = ("-", "bias", "geluaux", "geluauxbias", "dgelu", "dgelubgrad", "bgradb")
 COMPUTE_TYPES = ("f32", "f64")
+SINGLE_APIS = ("sgemm", "sgemmstridedbatched")  # of float32 alone
+LIBRARY_APIS = ("lt", "gemmex", "gemmstridedbatchedex", *SINGLE_APIS)
+BATCHED_APIS = ("bmm", "baddbmm", "gemmstridedbatchedex", "sgemmstridedbatched")
 PASSES = ("fprop", "dgrad", "wgrad", "other")
 
 
@@ -79,7 +82,12 @@ class Gemm(NamedTuple):
     @property
     def batched(self) -> bool:
         """Whether its operands have a batch dimension, if only of one."""
-        return self.batch != 1 or self.api in ("bmm", "baddbmm")
+        return self.batch != 1 or self.api in BATCHED_APIS
+
+    @property
+    def seen(self) -> bool:
+        """Whether it is the GPU library's own call, workspace and alignment with it."""
+        return self.api in LIBRARY_APIS
 
     @property
     def fp8(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 AT_CAP, BELOW = "at the power cap", "below the power cap"
 
 NEAR = 0.95  # of the cap: an H200 at its 700 W draws 680 to 692
-OFTEN = 0.5  # of the readings say that the cap holds the clocks down
+OFTEN = 0.5  # of the readings
 SETTLED_S = 2.0  # NVML's power is a mean over the last second: nothing is told of less than this
 
 
@@ -21,7 +21,7 @@ def judge(power_w: float, cap_w: float, capped: float, seconds: float) -> str:
     """AT_CAP, BELOW, or "" where that cannot be told.
 
     Of readings over so many seconds: the median power, the cap, and the share of readings in which
-    the driver named the cap as what holds the clocks down (which it knows without delay).
+    the cap holds the clocks down (nvml.Reading.capped, which comes without delay).
     """
     if capped >= OFTEN:
         return AT_CAP

@@ -45,6 +45,7 @@ class Shape(NamedTuple):
     step: int = 0  # first of the recorded steps in which it was seen, counted from 0
     ranks: str = "0"  # ranks that ran it: "0-7", "0,2"
     time_us: float = 0.0  # mean time of a call in the job; 0 where it was not measured
+    default: str = ""  # configuration that the job's own call was given, where the API shows it
 
 
 class Candidate(NamedTuple):
@@ -384,6 +385,16 @@ def write(
 ) -> None:
     """Write a table atomically. Raises UsageError where the folder cannot be written."""
     textfile.write_text(path, render(rows, cls, provenance))
+
+
+def defaults(rows: Iterable[Shape]) -> dict[Gemm, str]:
+    """The configuration that most of a Gemm's calls were given, where that is known."""
+    calls: dict[Gemm, dict[str, float]] = {}
+    for row in rows:
+        if row.default:
+            given = calls.setdefault(row.gemm, {})
+            given[row.default] = given.get(row.default, 0.0) + row.calls
+    return {gemm: max(given, key=lambda config: given[config]) for gemm, given in calls.items()}
 
 
 def by_gemm(shapes: Iterable[Shape]) -> dict[Gemm, float]:

@@ -17,6 +17,8 @@ int cublasLtTSTMatmul(void *, void *, const void *, const void *, void *, const 
                       const void *, const void *, void *, void *, void *, const void *, void *, size_t,
                       void *);
 
+int fake_unlucky(void);
+
 int cublasCreate_v2(Handle **made)
 {
     *made = calloc(1, sizeof **made);
@@ -53,14 +55,14 @@ int cublasSetWorkspace_v2(Handle *h, void *workspace, size_t bytes)
 
 int cublasGetStream_v2(Handle *h, void **stream)
 {
-    if (bad(h)) return NOT_INITIALIZED;
+    if (bad(h) || fake_unlucky()) return NOT_INITIALIZED;
     *stream = h->stream;
     return OK;
 }
 
 int cublasGetPointerMode_v2(Handle *h, int *mode)
 {
-    if (bad(h)) return NOT_INITIALIZED;
+    if (bad(h) || fake_unlucky()) return NOT_INITIALIZED;
     *mode = h->pointers;
     return OK;
 }
@@ -107,4 +109,20 @@ int cublasGemmEx(Handle *h, int ta, int tb, int m, int n, int k, const void *alp
 {
     return cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, alpha, a, at, lda, 0, b, bt, ldb, 0, beta,
                                       c, ct, ldc, 0, 1, compute, algo);
+}
+
+int cublasSgemm_v2(Handle *h, int ta, int tb, int m, int n, int k, const float *alpha, const float *a,
+                   int lda, const float *b, int ldb, const float *beta, float *c, int ldc)
+{
+    return cublasGemmEx(h, ta, tb, m, n, k, alpha, a, R_32F, lda, b, R_32F, ldb, beta, c, R_32F, ldc,
+                        COMPUTE_32F, -1);
+}
+
+int cublasSgemmStridedBatched(Handle *h, int ta, int tb, int m, int n, int k, const float *alpha,
+                              const float *a, int lda, long long sa, const float *b, int ldb,
+                              long long sb, const float *beta, float *c, int ldc, long long sc,
+                              int batch)
+{
+    return cublasGemmStridedBatchedEx(h, ta, tb, m, n, k, alpha, a, R_32F, lda, sa, b, R_32F, ldb, sb,
+                                      beta, c, R_32F, ldc, sc, batch, COMPUTE_32F, -1);
 }

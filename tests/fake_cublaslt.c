@@ -73,6 +73,7 @@ int cublasLtMatrixLayoutGetAttribute(const Layout *l, int attr, void *buf, size_
                                      size_t *written)
 {
     static const int32_t column_major = 0;
+    if (fake_unlucky()) return INVALID;
     switch (attr) {
     case 0: return give(&l->type, 4, buf, size, written);
     case 1: return give(&column_major, 4, buf, size, written);
@@ -106,7 +107,7 @@ int cublasLtMatmulDescSetAttribute(Desc *d, int attr, const void *buf, size_t si
 int cublasLtMatmulDescGetAttribute(const Desc *d, int attr, void *buf, size_t size, size_t *written)
 {
     static const int32_t none = 0;
-    if (attr == failing) return INVALID;
+    if (attr == failing || fake_unlucky()) return INVALID;
     switch (attr) {
     case 0: return give(&d->compute, 4, buf, size, written);
     case 1: return give(&d->scale, 4, buf, size, written);
@@ -252,8 +253,8 @@ static int shapes_fit(const Desc *d, const Layout *a, const Layout *b, const Lay
     return OK;
 }
 
-int cublasLtMatmulAlgoCheck(void *h, const Desc *d, const Layout *a, const Layout *b,
-                            const Layout *c, const Layout *dd, const Opaque *o, Result *r)
+static int check(void *h, const Desc *d, const Layout *a, const Layout *b, const Layout *c,
+                 const Layout *dd, const Opaque *o, Result *r)
 {
     Algo algo;
     uint64_t k;
@@ -277,6 +278,12 @@ int cublasLtMatmulAlgoCheck(void *h, const Desc *d, const Layout *a, const Layou
     return OK;
 }
 
+int cublasLtMatmulAlgoCheck(void *h, const Desc *d, const Layout *a, const Layout *b,
+                            const Layout *c, const Layout *dd, const Opaque *o, Result *r)
+{
+    return fake_unlucky() ? INVALID : check(h, d, a, b, c, dd, o, r);
+}
+
 int cublasLtMatmulAlgoGetHeuristic(void *h, const Desc *d, const Layout *a, const Layout *b,
                                    const Layout *c, const Layout *dd, const Pref *p, int count,
                                    Result *r, int *found)
@@ -293,7 +300,7 @@ int cublasLtMatmulAlgoGetHeuristic(void *h, const Desc *d, const Layout *a, cons
             ((Algo *)&o)->tile = KINDS[i].tiles[tile];
             for (int x = 0; x < 4; x++)
                 if (p->align[x] < KINDS[i].align) goto next;
-            if (cublasLtMatmulAlgoCheck(h, d, a, b, c, dd, &o, &one) || one.workspace > p->workspace)
+            if (check(h, d, a, b, c, dd, &o, &one) || one.workspace > p->workspace)
                 goto next;
             one.algo = o;
             r[(*found)++] = one;
@@ -318,7 +325,8 @@ static int matmul(void *h, const Desc *d, const float *alpha, const void *A, con
             return NOT_SUPPORTED;
         o = &chosen.algo;
     }
-    int status = cublasLtMatmulAlgoCheck(h, d, a, b, c, dd, o, &r);
+    if (((const Algo *)o)->tile == 20 && fake_unlucky()) return INVALID;
+    int status = check(h, d, a, b, c, dd, o, &r);
     if (status) return status;
     if (!alpha || !beta || !A || !B || !C || !D) return INVALID;
     if (r.workspace > workspace_bytes || (r.workspace && !workspace)) return INVALID;

@@ -16,10 +16,13 @@
 
 enum { OK = 0, INVALID = 1, NOT_READY = 600, UNSUPPORTED = 900, RELAXED = 2 };
 
-typedef struct { double ms; int recorded; } Event;
+typedef struct { double ms; int recorded, device; } Event;
 
 static _Atomic int capturing, held, violations, made;
 static _Thread_local int mode; /* global */
+static _Thread_local int current; /* device */
+
+void fake_device(int device) { current = device; }
 
 void fake_capture(int on) { capturing = on; }
 void fake_hold(int on) { held = on; }
@@ -29,14 +32,14 @@ int fake_events(void) { return made; }
 #ifdef HIP
 int hipGetDevice(int *device)
 {
-    *device = 0;
+    *device = current;
     return OK;
 }
 #else
 int cuCtxGetCurrent(void **context)
 {
-    static int one;
-    *context = &one;
+    static int contexts[2];
+    *context = &contexts[current];
     return OK;
 }
 #endif
@@ -69,13 +72,15 @@ int cuEventCreate(Event **event, unsigned flags)
     if (flags || unsafe()) return flags ? INVALID : UNSUPPORTED;
     made++;
     *event = calloc(1, sizeof **event);
+    (*event)->device = current;
     return OK;
 }
 
 int cuEventRecord(Event *event, void *stream)
 {
     struct timespec t;
-    if (capturing && stream == (void *)1) {
+    /* Nor can an event be recorded on a stream of another device. */
+    if ((capturing && stream == (void *)1) || event->device != current) {
         violations++;
         return UNSUPPORTED;
     }

@@ -127,7 +127,7 @@ int hipblasLtMatmulDescSetAttribute(Desc *d, int attr, const void *buf, size_t s
 int hipblasLtMatmulDescGetAttribute(const Desc *d, int attr, void *buf, size_t size, size_t *written)
 {
     if (!d) return NOT_INITIALIZED;
-    if (attr == failing) return INVALID;
+    if (attr == failing || fake_unlucky()) return INVALID;
     switch (attr) {
     case 0: return give(&d->op_a, 4, buf, size, written);
     case 1: return give(&d->op_b, 4, buf, size, written);
@@ -253,6 +253,7 @@ int hipblasLtMatmul(void *h, const Desc *d, const float *alpha, const void *A, c
     }
     memcpy(&own, algo, sizeof own);
     if (number_of(own.index) < 0) return INTERNAL; /* no such solution */
+    if (own.index == 1017 && fake_unlucky()) return INVALID;
     if ((status = fake_need(h, d, a, b, c, dd, algo, &need))) return status;
     if (need > workspace_bytes) return INVALID;
     shapes_fit(d, a, b, c, dd, &k);

@@ -33,6 +33,17 @@ uint64_t fake_calls(void) { return calls; }
 static _Atomic int failing = -1; /* an attribute of descriptions that cannot be read, for a test */
 void fake_fail(int attribute) { failing = attribute; }
 
+/* With `one_in` above 0 calls that no job makes fail so often, for no reason: gemmtune's reading and
+ * checking, and launches of the algorithms that the tests choose. */
+static _Atomic int one_in;
+void fake_misfortune(int often) { one_in = often; }
+int fake_unlucky(void)
+{
+    static _Thread_local uint32_t state = 1;
+    state = state * 1664525 + 1013904223;
+    return one_in > 0 && (state >> 8) % (uint32_t)one_in == 0;
+}
+
 static _Thread_local Opaque last; /* the algorithm of this thread's last launch */
 const void *fake_last(void) { return &last; }
 

@@ -15,7 +15,7 @@ typedef struct {
     int32_t offset; /* of A's address, in bytes */
     float beta;
     uint64_t ws_bytes;
-    int32_t settings[9], api; /* the job's own algorithm, by attributes' numbers; 0 lt, 1, 2 gemmex */
+    int32_t settings[9], api; /* the job's own algorithm, by attributes' numbers; 0 lt, 1, 2 gemmex, 3, 4 sgemm */
     void *stream;
 } Spec;
 
@@ -45,6 +45,11 @@ int cublasGemmEx(void *, int, int, int, int, int, const void *, const void *, in
 int cublasGemmStridedBatchedEx(void *, int, int, int, int, int, const void *, const void *, int, int,
                                long long, const void *, int, int, long long, const void *, void *,
                                int, int, long long, int, int, int);
+int cublasSgemm_v2(void *, int, int, int, int, int, const float *, const float *, int, const float *,
+                   int, const float *, float *, int);
+int cublasSgemmStridedBatched(void *, int, int, int, int, int, const float *, const float *, int,
+                              long long, const float *, int, long long, const float *, float *, int,
+                              long long, int);
 #endif
 
 static void *layout(const Spec *s, int type, int rows, int cols, int ld)
@@ -118,7 +123,16 @@ static int older(const Spec *s, long times, char *a, char *b, char *d, void *ws)
         long long sa = (long long)s->lda * (s->trans_a ? s->m : s->k);
         long long sb = (long long)s->ldb * (s->trans_b ? s->k : s->n);
         long long sd = (long long)s->ldd * s->n;
-        status = s->api == 1
+        const float *x = (float *)a, *y = (float *)b;
+        if (s->api == 3)
+            status = cublasSgemm_v2(handle, s->trans_a, s->trans_b, s->m, s->n, s->k, &alpha, x,
+                                    s->lda, y, s->ldb, &s->beta, (float *)d, s->ldd);
+        else if (s->api == 4)
+            status = cublasSgemmStridedBatched(handle, s->trans_a, s->trans_b, s->m, s->n, s->k,
+                                               &alpha, x, s->lda, sa, y, s->ldb, sb, &s->beta,
+                                               (float *)d, s->ldd, sd, s->batch);
+        else
+            status = s->api == 1
                      ? cublasGemmEx(handle, s->trans_a, s->trans_b, s->m, s->n, s->k, &alpha, a,
                                     s->type_a, s->lda, b, s->type_b, s->ldb, &s->beta, d, s->type_d,
                                     s->ldd, 68, -1)
@@ -147,6 +161,7 @@ int job_gemm(const Spec *s, long times, float *out)
 #else
 
 static int (*gemm)(const Spec *, long, float *);
+static void (*device)(int), (*capture)(int);
 static long each;
 static _Atomic int done;
 
@@ -157,7 +172,7 @@ static Spec spec(long i)
 #ifdef HIP
     s.trans_a = 112, s.trans_b = 111, s.settings[0] = 1000;
 #else
-    s.trans_a = 1, s.settings[0] = 20, s.settings[1] = 15, s.settings[2] = 1, s.api = (int)(i % 3);
+    s.trans_a = 1, s.settings[0] = 20, s.settings[1] = 15, s.settings[2] = 1, s.api = (int)(i % 5);
 #endif
     s.lda = s.ldb = s.k;
     s.ldd = s.m;
@@ -167,11 +182,15 @@ static Spec spec(long i)
 static void *work(void *number)
 {
     float out;
-    long failed = 0;
+    long failed = 0, own = (long)number;
+    device(own % 2);
     for (long i = 0; i < each; i++) {
-        Spec s = spec(i + (long)number);
+        Spec s = spec(i + own);
+        s.stream = (void *)(own + 1);
+        if (!own) capture(i & 8); /* the first one's stream is in and out of a graph */
         failed += gemm(&s, 1, &out) != 0 || out != (float)s.k;
     }
+    if (!own) capture(0);
     return (void *)failed;
 }
 
@@ -220,14 +239,18 @@ static void *meddle(void *unused)
 
 int main(int argc, char **argv)
 {
-    void *job = argc > 3 ? dlopen(argv[1], RTLD_NOW | RTLD_LOCAL) : NULL;
+    uint64_t why[16] = {0};
+    void *job = argc > 4 ? dlopen(argv[1], RTLD_NOW | RTLD_LOCAL) : NULL;
     void (*mode)(unsigned) = (void (*)(unsigned))dlsym(RTLD_DEFAULT, "gemmtune_mode");
     if (!job || !mode) return fprintf(stderr, "%s\n", job ? "not preloaded" : dlerror()), 2;
     gemm = (int (*)(const Spec *, long, float *))dlsym(job, "job_gemm");
-    int threads = atoi(argv[2]);
+    device = (void (*)(int))dlsym(job, "fake_device");
+    capture = (void (*)(int))dlsym(job, "fake_capture");
+    int threads = atoi(argv[2]), (*violations)(void) = (int (*)(void))dlsym(job, "fake_violations");
     each = atol(argv[3]);
     pthread_t workers[64], other;
     long failed = 0;
+    ((void (*)(int))dlsym(job, "fake_misfortune"))(atoi(argv[4]));
     mode(3);
     pthread_create(&other, NULL, meddle, NULL);
     for (long i = 0; i < threads; i++) pthread_create(&workers[i], NULL, work, (void *)i);
@@ -238,7 +261,9 @@ int main(int argc, char **argv)
     }
     done = 1;
     pthread_join(other, NULL);
-    printf("%lu %lu %ld\n", (unsigned long)calls, (unsigned long)applied, failed);
+    ((size_t(*)(uint64_t *, size_t))dlsym(RTLD_DEFAULT, "gemmtune_faults"))(why, 16);
+    printf("%lu %lu %lu %ld %d\n", (unsigned long)calls, (unsigned long)applied, (unsigned long)why[1],
+           failed, violations());
     return 0;
 }
 #endif

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fake_lt
 
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.gemm import LIBRARY_APIS, Algo, Gemm
 from gemmtune.interposer import client
 from gemmtune.interposer.client import REASONS, Interposer, InterposerApplier
 
@@ -24,7 +24,7 @@ SETTINGS = (1000 if HIP else 20, 15, 1, 0, 0, 0, 0, 0, 0)
 UNALIGNED = (1034, 0, 0, 0, 0, 0, 0, 0, 0) if HIP else SETTINGS
 N, T = (111, 112) if HIP else (0, 1)
 DRIVER = "libamdhip64.so.6" if HIP else "libcuda.so.1"
-APIS = client.APIS[: 1 if HIP else 3]  # of hipBLAS nothing is caught
+APIS = LIBRARY_APIS[: 1 if HIP else 3]  # of hipBLAS nothing is caught
 # hipBLASLt's solutions that stand for tiles of cuBLASLt; 1136 splits k in 4.
 SOLUTIONS = {15: 1000, 20: 1017, 99: 9999}
 CAPTURING = 1  # the stream that captures where one does
@@ -152,12 +152,16 @@ def the_older_api_is_counted_once_with_the_workspace_that_it_was_given(job: Job)
     assert job.run(spec(api=1), 3) == 0
     assert job.run(spec(api=1, ws_bytes=0), 2) == 0
     assert job.run(spec(api=2, batch=2), 4) == 0
-    assert job.lt.fake_calls() - before == 9
+    assert job.run(spec(api=3), 5) == 0
+    assert job.run(spec(api=4, batch=2), 6) == 0
+    assert job.lt.fake_calls() - before == 20
     batched = gemm(api="gemmstridedbatchedex", batch=2, stride_a=256, stride_b=512, stride_d=128)
     assert job.seen() == {
         gemm(api="gemmex"): 3,
         gemm(api="gemmex", ws_bytes=0): 2,
         batched: 4,
+        gemm(api="sgemm"): 5,
+        batched._replace(api="sgemmstridedbatched"): 6,
     }
 
 
@@ -259,6 +263,7 @@ def a_capturing_stream_is_left_alone_and_its_rows_applied(job: Job) -> None:
     assert job.run(spec(stream=CAPTURING), 5) == 0 and job.tile() == 20
     assert job.run(spec(stream=CAPTURING, k=64, api=len(APIS) // 2), 5) == 0
     assert {(r.calls, r.timed) for r in job.interposer.drain()} == {(5, 0)}
+    assert job.faults() == {"captured into a graph": 10}
     assert job.cuda.fake_events() == events
     assert job.run(spec(stream=2), 5) == 0  # another thread's stream is timed all the same
     assert job.interposer.drain()[0].timed == 5
@@ -285,7 +290,7 @@ def many_gemms_are_kept_apart(job: Job) -> None:
 
 
 def the_applier_tells_what_it_launched(job: Job) -> None:
-    InterposerApplier.backend = staticmethod(lambda: job.backend)  # type: ignore[assignment]
+    client.LIBRARIES[InterposerApplier.backend] = lambda: job.backend
     applier = InterposerApplier(timed=True)
     applier.choose({gemm(): algo(20), gemm(k=64): algo(99), gemm(api="mm"): algo(20)})
     for made, times in ((spec(), 4), (spec(k=64), 2), (spec(k=96), 1)):
@@ -298,6 +303,7 @@ def the_applier_tells_what_it_launched(job: Job) -> None:
     }
     assert all(found.time_us > 0 for found in drained.values())
     assert applier.fallbacks() == {"the library refused the algorithm": 2}
+    assert applier.graphed() == 0
     applier.close()
     assert job.run(spec()) == 0 and applier.drain() == {}
 

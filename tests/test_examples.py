@@ -104,6 +104,14 @@ def test_examples_on_tables_of_transformer_engine(name: str, made: str | None, t
     assert [line for line in good if line[0] != "#"] == [line for line in result if line[0] != "#"]
 
 
+def test_example_of_import_makes_a_table(tmp_path: Path) -> None:
+    shutil.copy(FIXTURES.parent / "logs" / "hipblaslt_bench.log", tmp_path / "hipblaslt.log")
+    done = shell("import", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = table.read(tmp_path / "shapes.csv", Shape).rows
+    assert (len(rows), rows[0].calls) == (6, 0.1)
+
+
 def test_example_of_doctor_is_json(tmp_path: Path) -> None:
     done = shell("doctor", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -112,4 +120,4 @@ def test_example_of_doctor_is_json(tmp_path: Path) -> None:
 
 def test_every_command_is_among_these() -> None:
     workflow = {"tune", "capture", "sweep", "replay", "run", "env"}
-    assert set(COMMANDS) == workflow | {"check", "convert", "merge", "doctor"}
+    assert set(COMMANDS) == workflow | {"import", "check", "convert", "merge", "doctor"}

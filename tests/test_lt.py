@@ -57,7 +57,7 @@ def backend(request, vendor) -> lt.Lt:
 
 def gemm(kind="bfloat16", m=48, n=32, k=64, ops="TN", d="", pad=0, **more) -> Gemm:
     a, _, b = kind.partition("/")
-    own = {"bias_type": "-", "api": "lt", **more}
+    own = {"bias_type": "-", "api": "lt", "ws_bytes": 32 << 20, **more}
     lda = (m if ops[0] == "N" else k) + pad
     ldb = (k if ops[1] == "N" else n) + pad
     bias = own.pop("bias_type")

@@ -120,7 +120,7 @@ def test_the_meter_reads_while_steps_are_recorded_and_lets_go_of_the_driver(monk
     monkeypatch.setattr(readings, "meter", lambda: readings.Meter(UUID))
     monkeypatch.setattr(steps, "_steps", steps._Steps())
     asked = {"steps": 2, "warmup": 1, "stop": False, "dims": False, "optimizer": None}
-    session.Session({**asked, "profile": None}, str(tmp_path))
+    session.Session({**asked, "profile": None, "time": False, "backend": None}, str(tmp_path))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for _ in range(3):
         optimizer.step()

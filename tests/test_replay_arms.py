@@ -20,6 +20,7 @@ from gemmtune.job.apply import Launches
 from gemmtune.replay.analyse import analyse
 from gemmtune.replay.arms import Arms, read_steps
 from gemmtune.replay.plan import Plan, blocks
+from gemmtune.replay.verdict import judge
 from gemmtune.table import Table, Tuned
 
 PLAN = Plan(seed=5, pairs=3, aa_pairs=2, block=3, warmup=2)
@@ -44,6 +45,9 @@ class Notebook:
 
     def fallbacks(self) -> dict[str, int]:
         return {"mv does not fit": 2}
+
+    def graphed(self) -> int:
+        return 0
 
     def close(self) -> None:
         self.closed = True
@@ -83,6 +87,38 @@ def test_arms_follow_the_schedule_and_the_job_may_go_on(
         assert step.us > 0
         launched = (0, 0, 4, 40.0) if arms[step.step] else (4, 40.0, 0, 0)
         assert step.rows == {0: launched}
+
+
+class Graph(Notebook):
+    """One whose job launched GEMM in its first two steps and made a graph of it in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def drain(self) -> dict[tuple[Gemm, Algo | None], Launches]:
+        self.steps += 1
+        return super().drain() if self.steps <= 2 else {}
+
+    def graphed(self) -> int:
+        return 4 * (self.steps >= 2)
+
+
+def test_a_replay_ends_with_its_warmup_where_the_job_runs_in_cuda_graphs(
+    tmp_path: Path, optimizer: torch.optim.Optimizer
+) -> None:
+    applier = Graph()
+    plan = PLAN._replace(warmup=5)
+    Arms(plan, TABLE, applier, differences=[], out=str(tmp_path), stop=False)
+    for step in range(8):
+        assert applier.closed is (step >= 5)
+        optimizer.step()
+    ranks = read_steps(tmp_path)
+    found = analyse(plan, ranks, [(2, GEMM, "transposed")])
+    assert (found.graphed, found.done) == (4, True)
+    verdict = judge(found)
+    assert verdict.kind == "unknown" and "CUDA graphs" in verdict.text
+    assert "gemmtune replay --a" in verdict.text
 
 
 def test_the_gpus_readings_go_with_each_block(

@@ -37,7 +37,7 @@ gemms = st.builds(
 algos = st.builds(Algo, st.integers(-(2**63), 2**63 - 1), st.integers(-1, 2**31), text)
 ranks = st.sets(st.integers(0, 5000), min_size=1, max_size=4).map(table.format_ranks)
 shapes = st.builds(
-    Shape, gemms, st.sampled_from(PASSES), st.integers(0, 1), text, count, size, ranks, short
+    Shape, gemms, st.sampled_from(PASSES), st.integers(0, 1), text, count, size, ranks, short, text
 )
 candidates = st.builds(
     Candidate, gemms, algos, text, text, *(short,) * 4, st.integers(0, 10**6), text

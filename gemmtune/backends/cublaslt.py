@@ -6,10 +6,14 @@ Numbers are those of cublasLt.h, cublas_api.h and library_types.h, the same in C
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 
+from gemmtune.backends import blas
+from gemmtune.backends.base import Launch
 from gemmtune.backends.lt import Lt
 from gemmtune.backends.lt_api import Attribute, Vendor
+from gemmtune.gemm import Algo, Gemm
 
 CUBLASLT = Vendor(
     title="cuBLASLt",
@@ -105,6 +109,23 @@ class CublasLt(Lt):
 
     name = "cublaslt"
     vendor = CUBLASLT
+
+    def algos(self, gemm: Gemm) -> Sequence[Algo]:
+        found = super().algos(gemm)
+        return [blas.PLAIN, *found] if blas.default_of(gemm) else found
+
+    def workspace_bytes(self, gemm: Gemm, algo: Algo) -> int:
+        return 0 if algo == blas.PLAIN else super().workspace_bytes(gemm, algo)
+
+    def launcher(self, gemm: Gemm, algo: Algo) -> Launch:
+        if algo != blas.PLAIN:
+            return super().launcher(gemm, algo)
+        self._wake()
+        space = self._workspace(gemm.ws_bytes)
+        return blas.Blas(self.vendor, self._open_blas(), self._stream()).prepare(gemm, space)
+
+    def _open_blas(self) -> ctypes.CDLL:
+        return blas.find()
 
     def _version(self, loaded: ctypes.CDLL) -> str:
         loaded.cublasLtGetVersion.restype = c_size_t

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gemmtune import machine
@@ -16,7 +16,7 @@ from gemmtune.backends import explore, lt_api
 from gemmtune.backends.base import Launch, Operands
 from gemmtune.backends.lt_api import Config, Library, Owned, Problem, Vendor
 from gemmtune.errors import BackendError
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.gemm import SINGLE_APIS, Algo, Gemm
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,8 @@ class Lt:
     """The algorithms of one vendor's Lt library; a subclass names the vendor.
 
     `numerics`: "type" leaves out what adds the parts of a split k up in the result's type, where
-    the library itself does not choose it. `seed` draws the configurations explored.
+    the library itself does not choose it. `seed` draws the configurations explored. `given`: the
+    configuration that the job's own call of a Gemm was given, where that is known.
     """
 
     name: ClassVar[str]
@@ -41,6 +42,7 @@ class Lt:
 
     def __init__(self, numerics: str = "type", explored: int = EXPLORED, seed: int = 0) -> None:
         self.numerics, self.explored, self.seed = numerics, explored, seed
+        self.given: Mapping[Gemm, str] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -80,6 +82,8 @@ class Lt:
         g, vendor = gemm, self.vendor
         if g.api == "grouped_mm":
             return "grouped_mm: the groups' sizes are not in its key"
+        if g.api in SINGLE_APIS:
+            return f"{g.api}: whether it computes in tf32 is not in its key"
         if g.scale_mode:
             return f"scale mode {g.scale_mode}: only one scale per tensor"
         if g.epi not in vendor.epilogues:
@@ -118,15 +122,15 @@ class Lt:
         """The library's choices for the call's workspace, the default first; then others.
 
         An Algo's `aidx` is its rank in the library's list, and beyond it as found. The default is
-        what the library gives who asks for one. Raises BackendError where it has no algorithm.
+        what the job's call was given, else what the library gives who asks for one. Raises
+        BackendError where it has no algorithm.
         """
         problem = self._problem(gemm)
         found: dict[str, tuple[Config, int, int]] = {}  # settings, rank, workspace; by spelling
         for rank, (algo, need) in enumerate(problem.listed):
             config = problem.settings(algo)
             found.setdefault(spell(config), (config, rank, need))
-        ((first, need),) = problem.heuristic(1)
-        default = problem.settings(first)
+        default, need = self._default(problem)
         found = {spell(default): found.get(spell(default), (default, 0, need)), **found}
         if self.explored:
             chosen = [config for config, _, _ in found.values()]
@@ -138,6 +142,14 @@ class Lt:
         algos = [Algo(config["id"], rank, text) for text, (config, rank, _) in found.items()]
         self._needs |= {(gemm, algo): found[algo.config][2] for algo in algos}
         return algos
+
+    def _default(self, problem: Problem) -> tuple[Config, int]:
+        """The default's settings and the workspace that it needs."""
+        if problem.gemm in self.given:
+            config = parse(self.given[problem.gemm])
+            return config, self._need(problem, problem.algo(config))
+        ((first, need),) = problem.heuristic(1)
+        return problem.settings(first), need
 
     def _beyond(self, problem: Problem, chosen: Sequence[Config]) -> Iterable[tuple[Config, int]]:
         """Other configurations, with the workspace that each needs: explored by seed."""
@@ -211,8 +223,12 @@ class Lt:
                 f"{algo.config} needs {need} bytes of workspace, the call has "
                 f"{problem.workspace_bytes}"
             )
-        space = self._workspace(problem.workspace_bytes)
-        return _Launch(problem, made, space, self._stream())
+        space, stream = self._workspace(problem.workspace_bytes), self._stream()
+        return Prepared(
+            problem.library.function("Matmul"),
+            lambda status: problem.library.judge("Matmul", status),
+            lambda o: problem.bind(made, o, space.data_ptr(), stream),
+        )
 
     def time_us(self, launch: Launch, operands: Sequence[Operands], launches: int) -> float:
         """Mean microseconds per launch over back-to-back launches, operands in rotation.
@@ -222,7 +238,7 @@ class Lt:
         """
         import torch
 
-        assert isinstance(launch, _Launch)
+        assert isinstance(launch, Prepared)
         bound = [launch.bind(o) for o in operands[:launches]]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         total_us, sets = 0.0, len(bound)
@@ -263,7 +279,8 @@ class Lt:
         return self.vendor
 
     def _open(self) -> ctypes.CDLL:
-        return lt_api.find(self.vendor)
+        vendor = self.vendor
+        return lt_api.find(vendor.libraries, vendor.title, vendor.missing)
 
     def _problem(self, gemm: Gemm) -> Problem:
         if gemm not in self._problems:
@@ -299,14 +316,22 @@ class Lt:
         return self._space
 
 
-class _Launch:
-    """A prepared launch; the arguments for each set of operands are made once."""
+class Prepared:
+    """A prepared launch; the arguments for each set of operands are made once.
 
-    def __init__(self, problem: Problem, algo: Any, space: torch.Tensor, stream: int) -> None:
-        self.problem, self.algo, self.space, self.stream = problem, algo, space, stream
-        self.last_us = 0.0
-        self._matmul = problem.library.function("Matmul")
+    `function` is called with the first of what `bind` makes, the rest has to live as long;
+    `judge` raises BackendError where its status is no success.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., int],
+        judge: Callable[[int], None],
+        bind: Callable[[Operands], tuple[Any, ...]],
+    ) -> None:
+        self._function, self._judge, self._bind = function, judge, bind
         self._bound: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self.last_us = 0.0
 
     def __call__(self, o: Operands) -> None:
         """Raises BackendError."""
@@ -315,18 +340,14 @@ class _Launch:
     def bind(self, o: Operands) -> tuple[Any, ...]:
         """The call's arguments for these operands."""
         key = tuple([0 if t is None else t.data_ptr() for t in o])
-        bound = self._bound.get(key)
-        if bound is None:
-            workspace = self.space.data_ptr()
-            bound = self.problem.bind(self.algo, o, workspace, self.stream)
-            self._bound[key] = bound
-        return bound
+        if key not in self._bound:
+            self._bound[key] = self._bind(o)
+        return self._bound[key]
 
     def run(self, bound: tuple[Any, ...]) -> None:
         """Raises BackendError."""
-        status = self._matmul(*bound[0])
-        if status:
-            self.problem.library.judge("Matmul", status)
+        if status := self._function(*bound[0]):
+            self._judge(status)
 
 
 def spell(config: Config) -> str:

@@ -90,22 +90,19 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 MOST_IDS = 256
 
 
-def find(vendor: Vendor) -> ctypes.CDLL:
+def find(names: Sequence[str], title: str, missing: str) -> ctypes.CDLL:
     """The library that torch has loaded: algorithm numbers hold for that build alone.
 
-    Raises BackendError where torch has loaded none.
+    Raises BackendError where torch has loaded none of those names.
     """
     import torch  # noqa: F401  (loads it)
 
-    for name in vendor.libraries:
+    for name in names:
         try:
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LOCAL)
         except OSError:
             continue
-    raise BackendError(
-        f"this torch has not loaded {vendor.title} ({', '.join(vendor.libraries)}): "
-        f"{vendor.missing}"
-    )
+    raise BackendError(f"this torch has not loaded {title} ({', '.join(names)}): {missing}")
 
 
 class Library:
@@ -212,7 +209,8 @@ class Problem:
     def __init__(self, library: Library, handle: Owned, gemm: Gemm, somewhere: int) -> None:
         self.library, self.handle, self.gemm = library, handle, gemm
         vendor, g = library.vendor, gemm
-        self.workspace_bytes = g.ws_bytes or vendor.workspace_bytes
+        # A key of torch's operators does not say what workspace the library's call has.
+        self.workspace_bytes = g.ws_bytes or (0 if g.seen else vendor.workspace_bytes)
         self._compute, self._scale = vendor.compute[g.comp], vendor.types[g.scale]
         a, b, d = (vendor.types[name] for name in (g.type_a, g.type_b, g.type_d))
         self.types = (self._compute, self._scale, a, b, d, d)

@@ -29,11 +29,12 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> Captured:
     `calls` are per step: a count over several recorded steps is divided by their number, a step
     that did not end counts as one.
     """
-    found: dict[tuple[Any, ...], dict[int, tuple[float, float, int]]] = {}
+    found: dict[tuple[Gemm, str, int, str, str], dict[int, tuple[float, float, int]]] = {}
     for record in ranks:
         steps = max(len(record["step_s"]), 1)
         for row in record["rows"]:
-            key = (Gemm(*row["gemm"]), row["pass"], row["recompute"], row["site"])
+            gemm, default = Gemm(*row["gemm"]), row.get("default", "")
+            key = (gemm, row["pass"], row["recompute"], row["site"], default)
             calls, time_s, step = found.setdefault(key, {}).get(record["rank"], (0.0, 0.0, 1 << 30))
             found[key][record["rank"]] = (
                 calls + row["calls"] / steps,
@@ -42,18 +43,19 @@ def merge(ranks: Sequence[Mapping[str, Any]]) -> Captured:
             )
     rows = []
     on_cpu = all(record["device"] == "cpu" for record in ranks)
+    timed = on_cpu or all(record["timed"] for record in ranks)  # a GPU's calls return at once
     for key, by_rank in found.items():
         for count in dict.fromkeys(calls for calls, _, _ in by_rank.values()):
             same = {rank: v for rank, v in by_rank.items() if v[0] == count}
-            time_us = sum(v[1] / v[0] for v in same.values()) / len(same) * 1e6 if on_cpu else 0.0
+            time_us = sum(v[1] / v[0] for v in same.values()) / len(same) * 1e6 if timed else 0.0
             first = min(v[2] for v in same.values())
-            rows.append(Shape(*key, count, first, format_ranks(same), time_us))
+            rows.append(Shape(*key[:4], count, first, format_ranks(same), time_us, key[4]))
     whole = [sum(r["step_s"]) / len(r["step_s"]) for r in ranks if r["step_s"]]
     return Captured(
         rows=rows,
         ranks=len({r["rank"] for r in ranks}),
         step_us=sum(whole) / len(whole) * 1e6 if whole and on_cpu else 0.0,
-        gemm_us=_gemm_us(ranks) if on_cpu else 0.0,
+        gemm_us=_gemm_us(ranks) if timed else 0.0,
         remarks=_remarks(ranks, rows),
         gpu=merge_power({r["rank"]: r["gpu"] for r in ranks}),
         profile=merge_steps(r["profile"] for r in ranks),

@@ -12,7 +12,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -24,6 +24,9 @@ from gemmtune.capture.passes import Forward, match
 from gemmtune.gemm import Gemm
 from gemmtune.job import kernels
 from gemmtune.job.files import complain
+
+if TYPE_CHECKING:
+    from gemmtune.capture.calls import Calls
 
 # Bound once: they are called at every GEMM.
 current_node = torch._C._current_autograd_node
@@ -42,13 +45,20 @@ class Noted(NamedTuple):
     gemms: tuple[Gemm, ...] | None
     x_storage: int
     w_storage: int
-    seconds: float
+    spent: Any  # seconds; or the ids of the library's own calls, where it is a GPU's
     forward: bool
     backward: bool  # whether it ran inside backward; a forward there is a recomputation
     node: int  # sequence number of the autograd node, the forward's and its backward's alike
     tracked: bool
     module: int  # id of the innermost module; 0 outside modules
     caller: type[Any] | None  # class of the backward node
+
+
+def _sizes(call: Noted) -> tuple[int, int, int]:
+    """Rows, inner and columns of the product, row-major."""
+    op, *parts = call.signature
+    x, w = (part[0] for part in parts[op in WITH_C :][:2])
+    return x[-2], x[-1], w[-1]
 
 
 class Seen:
@@ -64,9 +74,12 @@ class Seen:
 
 
 class Recorder:
-    """Counts every GEMM call by Gemm, pass, recomputation and site while it is installed."""
+    """Counts every GEMM call by Gemm, pass, recomputation and site while it is installed.
 
-    def __init__(self) -> None:
+    With `calls` the Gemms of a GPU are those that its library was called with, whoever called it.
+    """
+
+    def __init__(self, calls: Calls | None = None) -> None:
         self.step = 0
         self._seen: dict[tuple[Any, str, int, str], Seen] = {}
         self._translations: dict[Any, tuple[Gemm, ...]] = {}
@@ -84,7 +97,10 @@ class Recorder:
         self._owners: dict[int, int] = {}  # a module's id by its parameter's storage
         self._searched: set[int] = set()
         self._recompute = Recompute()
-        self._override = kernels.Override(self._note, others=True, watch=True, plain=self._plain)
+        how: dict[str, Any] = {"plain": self._plain}
+        if calls is not None:
+            how = {"begin": calls.begin, "since": calls.since}
+        self._override = kernels.Override(self._note, others=True, watch=True, **how)
 
     def remove(self) -> None:
         """Leave torch as it was; what was seen stays."""
@@ -107,14 +123,19 @@ class Recorder:
         self._override.counts.clear()
 
     def rows(self) -> list[dict[str, Any]]:
-        """What was seen, as JSON values: a row per Gemm, pass, recompute and site."""
+        """What was seen, as JSON values: a row per Gemm, pass, recompute and site.
+
+        A row of the library's own calls has their `id` in place of a Gemm (see Calls.complete).
+        """
         self._sort()
         rows = []
-        for (_, name, recompute, site), seen in list(self._seen.items()):
+        for (kind, name, recompute, site), seen in list(self._seen.items()):
+            row = {"pass": name, "recompute": recompute, "site": site, "step": seen.step}
+            if isinstance(kind, int):
+                rows.append({**row, "id": kind, "calls": seen.calls})
             for gemm in seen.gemms:
-                row = {"gemm": list(gemm), "pass": name, "recompute": recompute, "site": site}
                 share = seen.time_s / len(seen.gemms)
-                rows.append({**row, "calls": seen.calls, "step": seen.step, "time_s": share})
+                rows.append({**row, "gemm": list(gemm), "calls": seen.calls, "time_s": share})
         return rows
 
     def untranslated(self) -> dict[str, int]:
@@ -196,7 +217,7 @@ class Recorder:
                 complain(f"recording {op}", error)
             self._untranslated[op] += 1
 
-    def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], seconds: float) -> None:
+    def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], spent: Any) -> None:
         x, w = args[1:3] if op in WITH_C else args[:2]
         gemms = None
         signature = kernels.signature(op, args, kwargs)
@@ -207,18 +228,21 @@ class Recorder:
                 self._untranslated[" ".join([op, *(f"of {name}" for name in sorted(layouts))])] += 1
                 return
             signature = op, *((),) * (op in WITH_C), (x.shape,), (w.shape,)
-        where: tuple[Any, ...]
+        storages = x.untyped_storage()._cdata, w.untyped_storage()._cdata
+        signature = self._interned.setdefault(signature, signature)
+        if x.is_cpu and not isinstance(spent, float):
+            spent = 0.0  # the GPU's library has nothing to do with it
+        self._noted.extend((self.step, signature, gemms, *storages, spent, *self._where(w)))
+
+    def _where(self, w: Tensor) -> tuple[Any, ...]:
+        """The last six of Noted, for a call that is on the Python stack; `w` is its weight."""
         node = current_node()
         if node is None or self._recompute.running():
             # The node that will run backward was made just before the kernel was called. Inside
             # an autograd.Function's forward grad mode is off and the node is the Function's.
             number, tracked = next_node() - 1, is_grad_enabled()
-            where = True, node is not None, number, tracked, self._module(w), None
-        else:
-            where = False, True, node._sequence_nr(), False, 0, type(node)
-        storages = x.untyped_storage()._cdata, w.untyped_storage()._cdata
-        signature = self._interned.setdefault(signature, signature)
-        self._noted.extend((self.step, signature, gemms, *storages, seconds, *where))
+            return True, node is not None, number, tracked, self._module(w), None
+        return False, True, node._sequence_nr(), False, 0, type(node)
 
     def _module(self, w: Tensor) -> int:
         """The id of the innermost module that is running, or of w's own; 0 outside modules.
@@ -273,34 +297,42 @@ class Recorder:
             self._forwards.clear()  # autograd's nodes do not outlive their step
             self._sorted_step = call.step
         op = call.signature[0]
-        x, w = (part[0] for part in call.signature[2 if op in WITH_C else 1 :][:2])
-        rows, inner, cols = x[-2], x[-1], w[-1]
-        storages = call.x_storage, call.w_storage
-        recompute = call.forward and call.backward
-        if call.forward:
-            site = self._names.get(call.module, "")
-            name = "fprop"
-            if not call.module and not call.tracked:
-                name = "other"  # an optimizer's own product, or an evaluation without modules
-            else:
-                calls = self._forwards.setdefault(call.node, [])
-                if call.tracked or len(calls) < 1024:  # without grad they pile up under one number
-                    calls.append(Forward(site, rows, inner, cols, *storages))
-        else:
-            name, forward = match(self._forwards.get(call.node, ()), rows, inner, cols, storages)
-            site = forward.site if forward is not None else getattr(call.caller, "__name__", "")
-            recompute = name == "fprop"
-        key = (call.gemms or call.signature, name, int(recompute), site)
+        where = self._forward(call) if call.forward else self._backward(call)
+        if isinstance(call.spent, tuple):
+            for launched in call.spent:
+                self._seen.setdefault((launched, *where), Seen((), call.step)).calls += 1
+            if not call.spent:
+                self._untranslated[f"{op} without a call of the library"] += 1
+            return
+        key = (call.gemms or call.signature, *where)
         seen = self._seen.get(key)
         if seen is None:
             seen = self._seen[key] = Seen(self._translate(call), call.step)
         seen.calls += 1
-        seen.time_s += call.seconds
+        seen.time_s += call.spent
         if not seen.gemms:
             label = " ".join(
                 [op, *(str(t).replace("torch.", "of ") for t in call.signature[1][2:])]
             )
             self._untranslated[label] += 1
+
+    def _forward(self, call: Noted) -> tuple[str, int, str]:
+        """Pass, recompute and site of a call outside backward, or repeated inside it."""
+        site = self._names.get(call.module, "")
+        if not call.module and not call.tracked:
+            # An optimizer's own product, or an evaluation without modules.
+            return "other", int(call.backward), site
+        calls = self._forwards.setdefault(call.node, [])
+        if call.tracked or len(calls) < 1024:  # without grad they pile up under one number
+            calls.append(Forward(site, *_sizes(call), call.x_storage, call.w_storage))
+        return "fprop", int(call.backward), site
+
+    def _backward(self, call: Noted) -> tuple[str, int, str]:
+        forwards = self._forwards.get(call.node, ())
+        storages = call.x_storage, call.w_storage
+        name, forward = match(forwards, *_sizes(call), storages)
+        site = forward.site if forward is not None else getattr(call.caller, "__name__", "")
+        return name, int(name == "fprop"), site
 
     def _translate(self, call: Noted) -> tuple[Gemm, ...]:
         if call.gemms is not None:

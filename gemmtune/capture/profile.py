@@ -53,6 +53,7 @@ def power(taken: Sequence[tuple[float, nvml.Reading]]) -> dict[str, Any]:
         found[name] = [median(values), min(values), max(values)]
     found["power_cap_w"] = read[-1].power_cap_w
     found["max_sm_mhz"] = read[-1].max_sm_mhz
+    found["capped"] = sum(reading.capped for reading in read) / len(read)
     reasons = [reason for reading in read for reason in reading.throttled]
     found["throttled"] = {r: round(reasons.count(r) / len(read), 3) for r in dict.fromkeys(reasons)}
     return found
@@ -87,8 +88,9 @@ def merge_power(ranks: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _regime(found: Mapping[str, Any]) -> str:
-    capped = found["throttled"].get(nvml.POWER_CAP, 0.0)
-    return regime.judge(found["power_w"][0], found["power_cap_w"], capped, found["seconds"])
+    return regime.judge(
+        found["power_w"][0], found["power_cap_w"], found["capped"], found["seconds"]
+    )
 
 
 def merge_steps(found: Iterable[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ Waits for `warmup` optimizer steps, records `steps` of them, and writes this pro
 at the end and every half second while it records, so that a job that dies keeps what was seen.
 Meanwhile a meter reads the GPU; where asked for, one more step is profiled.
 Options: steps, warmup (whole numbers), stop, dims (true or false), optimizer (name or null),
-profile (true or false; null: where a GPU is used).
+profile (true or false; null: where a GPU is used), backend (that of the interposer, null without
+one), time (true or false: have the interposer time calls).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +25,11 @@ from gemmtune.capture.profile import power
 from gemmtune.capture.profiler import profile_step
 from gemmtune.capture.te import TeRecorder
 from gemmtune.capture.te_saved import save_beside
+from gemmtune.errors import BackendError
 from gemmtune.job import files, readings, steps
+
+if TYPE_CHECKING:
+    from gemmtune.capture.calls import Calls
 
 SAVE_EVERY_S = 0.5
 
@@ -42,6 +47,7 @@ class Session:
         self.out = out
         self.recorder: Recorder | None = None
         self.te: TeRecorder | None = None
+        self.calls: Calls | None = None
         self.dims = Dims() if options["dims"] else None
         self.step_s: list[float] = []
         self.waited = 0
@@ -72,18 +78,32 @@ class Session:
         if not self._done.is_set():
             self._done = threading.Event()
             self._began = time.perf_counter()
-            for recorder in (self.recorder, self.te):
+            for recorder in (self.recorder, self.te, self.calls):
                 if recorder is not None:
                     recorder.forget()
 
     def _begin(self) -> None:
-        self.recorder = Recorder()
-        self.te = TeRecorder()
+        self.calls = self._library_calls()
+        self.recorder = Recorder(self.calls)
+        self.te = TeRecorder(self.calls)
         if self.dims is not None:
             self.dims.install()
         threading.Thread(target=self._save_at_times, daemon=True).start()
         self.meter = readings.meter()
         self._began = time.perf_counter()
+
+    def _library_calls(self) -> Calls | None:
+        backend = self.options["backend"]
+        if backend is None:
+            return None
+        from gemmtune.capture.calls import Calls
+        from gemmtune.interposer import client
+
+        try:
+            return Calls(client.present(backend), self.options["time"])
+        except BackendError as error:
+            files.complain("recording the library's calls", error)
+            return None
 
     def _on_step(self, _: int) -> None:
         if self.recorder is None:
@@ -118,9 +138,13 @@ class Session:
             steps.stop_job()
 
     def _end(self) -> None:
+        if self.options["time"] and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the last calls' events have happened then
         for recorder in (self.recorder, self.te):
             if recorder is not None:
                 recorder.remove()
+        if self.calls is not None:
+            self.calls.stop()
         if self.meter is not None:
             self.gpu = power(self.meter.take())
             self.meter.close()
@@ -141,10 +165,11 @@ class Session:
                 self._save()
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for r in (self.recorder, self.te) if r is not None for row in r.rows()]
+        rows = [row for r in (self.recorder, self.te) if r is not None for row in r.rows()]
+        return rows if self.calls is None else self.calls.complete(rows)
 
     def _save(self) -> None:
-        recorders = [r for r in (self.recorder, self.te) if r is not None]
+        recorders = [r for r in (self.recorder, self.te, self.calls) if r is not None]
         with self._saving:
             files.save(
                 self.out,
@@ -154,6 +179,7 @@ class Session:
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": self.optimizers or steps.optimizers(),
+                    "timed": self.options["time"],
                     "settings": machine.settings(),
                     "device": "cuda" if torch.cuda.is_initialized() else "cpu",
                     "compiled": _compiled(),

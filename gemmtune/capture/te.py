@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gemmtune.job.te_calls import Call, Hook
 
+if TYPE_CHECKING:
+    from gemmtune.capture.calls import Calls
+
 
 class TeRecorder:
-    """Counts until `remove()`. `step` is the recorded step under way."""
+    """Counts until `remove()`. `step` is the recorded step under way.
 
-    def __init__(self) -> None:
+    With `calls` the Gemms are those that the library was called with, as ops.Recorder has them.
+    """
+
+    def __init__(self, calls: Calls | None = None) -> None:
         self.step = 0
-        self._seen: dict[Call, list[int]] = {}  # calls, and the first step
-        self._hook = Hook(self._note)
+        self._seen: dict[tuple[int, Call], list[int]] = {}  # calls, and the first step
+        self._calls = calls
+        self._hook = Hook(self._note) if calls is None else Hook(self._claim, calls.begin)
 
-    def _note(self, call: Call) -> None:
-        self._seen.setdefault(call, [0, self.step])[0] += 1
+    def _note(self, call: Call, _: None) -> None:
+        self._seen.setdefault((0, call), [0, self.step])[0] += 1
+
+    def _claim(self, call: Call, began: int) -> None:
+        assert self._calls is not None
+        for number in self._calls.since(began):
+            self._seen.setdefault((number, call), [0, self.step])[0] += 1
 
     def remove(self) -> None:
         self._hook.remove()
@@ -29,15 +41,14 @@ class TeRecorder:
         """As those of ops.Recorder; a GPU's times are not known here."""
         return [
             {
-                "gemm": list(call.gemm),
+                **({"id": number} if number else {"gemm": list(call.gemm), "time_s": 0.0}),
                 "pass": call.pass_,
                 "recompute": call.recompute,
                 "site": call.site,
                 "calls": calls,
                 "step": step,
-                "time_s": 0.0,
             }
-            for call, (calls, step) in list(self._seen.items())
+            for (number, call), (calls, step) in list(self._seen.items())
         ]
 
     def untranslated(self) -> dict[str, int]:

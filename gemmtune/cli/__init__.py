@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -21,6 +22,7 @@ from gemmtune.errors import GemmtuneError
 COMMANDS = {
     "tune": ("tune", "Capture, sweep and replay in one command: tuned.csv, if the step gains."),
     "capture": ("capture", "Record the GEMMs of a training job: shapes.csv."),
+    "import": ("imports", "Make a shape table of other tools' logs and tables."),
     "sweep": ("sweep", "Time the algorithms of each GEMM: candidates.csv and tuned.csv."),
     "replay": ("replay", "Compare the default with a tuned table inside the running job."),
     "run": ("run", "Run a job with a tuned table applied."),
@@ -42,7 +44,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"gemmtune.cli.{COMMANDS[cmd_name][0]}")
-        command: click.Command = getattr(module, cmd_name)
+        command: click.Command = getattr(module, cmd_name + "_" * iskeyword(cmd_name))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -58,6 +58,11 @@ JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…
     default=None,
     help="Profile one more step: the largest kernels and the GEMMs' share.  [default: on a GPU]",
 )
+@click.option("--time", "timed", is_flag=True, help="On a GPU, time each call too.")
+@click.option(
+    "--backend",
+    help="Whose library's calls to record on a GPU; cpu: torch's.  [default: the GPU's]",
+)
 def capture(
     job: tuple[str, ...],
     output: Path,
@@ -67,6 +72,8 @@ def capture(
     dims: bool,
     optimizer: str | None,
     profile: bool | None,
+    timed: bool,
+    backend: str | None,
 ) -> None:
     """Run a training job as it is and record the GEMMs of one step.
 
@@ -76,10 +83,12 @@ def capture(
     the job.
     """
     options = {"steps": steps, "warmup": warmup, "stop": stop, "dims": dims, "optimizer": optimizer}
-    options["profile"] = profile
+    library = _preload(backend)
+    options |= {"profile": profile, "time": timed, "backend": library and library[0]}
     textfile.check_writable(output)  # better now than after the job
     with tempfile.TemporaryDirectory(prefix="gemmtune-") as out:
-        code = launch.run(job, "gemmtune.capture.session:start", options, out)
+        path = library[1] if library else None
+        code = launch.run(job, "gemmtune.capture.session:start", options, out, path)
         try:
             records = launch.read_ranks(out)
         except JobError as e:
@@ -124,6 +133,18 @@ def capture(
     for line in _summary(captured, output):
         click.echo(line, err=True)
     sys.exit(code)
+
+
+def _preload(named: str | None) -> tuple[str, Path] | None:
+    """The backend whose library's calls are to be caught, and what catches them."""
+    from gemmtune.backends import base
+
+    try:
+        name = named or base.detect()
+    except UsageError:  # a GPU that cannot be tuned here can be looked at all the same
+        return None
+    path = base.preload(name)
+    return (name, path) if path is not None else None
 
 
 def note_elsewhere(job: tuple[str, ...]) -> None:

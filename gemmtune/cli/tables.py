@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 
 import click
 
-from gemmtune.dialects import DIALECTS, GEMMTUNE, detect
+from gemmtune.dialects import DIALECTS, GEMMTUNE, OVERRIDE, TUNABLEOP, detect, hipblaslt, te
 from gemmtune.dialects.convert import convert as convert_text
-from gemmtune.dialects.convert import te_made
+from gemmtune.dialects.convert import source_of, te_made
 from gemmtune.dialects.finding import ERROR, Finding, has_errors
 from gemmtune.dialects.lint import lint
 from gemmtune.dialects.merge import merge as merge_texts
 from gemmtune.errors import UsageError
 from gemmtune.gemm import Gemm
 from gemmtune.table import Shape, by_gemm, read, read_provenance
-from gemmtune.textfile import decode, read_bytes, write_text
+from gemmtune.textfile import decode, read_bytes, read_text, write_text
 
 
 def _dev_cap(_: click.Context, __: click.Parameter, gpu: str | None) -> int | None:
     """TE's number of a GPU: 904 or gfx942 (major, minor, stepping) is 904."""
     if gpu is None or gpu.isdecimal():
         return None if gpu is None else int(gpu)
-    if not (arch := re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", gpu.split(":")[0].lower())):
+    if (cap := hipblaslt.dev_cap(gpu)) is None:
         raise click.BadParameter(f"{gpu!r} is neither an architecture (gfx942) nor a dev_cap (904)")
-    return int(arch[1]) * 100 + int(arch[2], 16)
+    return cap
 
 
 _gpu = click.option(
@@ -94,6 +93,8 @@ def _sound(file: str, gpu: int | None) -> str:
     """The text of a table that has no errors; else the findings go to stderr and we exit with 1."""
     data = read_bytes(file)
     text = data.decode("utf-8", "surrogateescape")
+    if source_of(text) in (OVERRIDE, TUNABLEOP):  # what is wrong with them is said row by row
+        return decode(data, file)
     dialect = GEMMTUNE if detect(text) == GEMMTUNE else None
     _stop_on_errors(file, lint(data, dialect, gpu), "mend these first")
     return decode(data, file)
@@ -119,14 +120,21 @@ def _put(output: str | None, text: str) -> None:
 @click.argument("file", metavar="FILE")
 @click.option(
     "--to",
-    type=click.Choice(DIALECTS),
-    help="The dialect to write.  [default: what the swept Transformer Engine speaks]",
+    type=click.Choice((*DIALECTS, OVERRIDE, TUNABLEOP)),
+    help="The dialect to write: TE's, hipBLASLt's tuning file, PyTorch's TunableOp results."
+    "  [default: what the swept Transformer Engine speaks]",
 )
 @click.option("--drop", is_flag=True, help="Leave out the rows that the dialect cannot express.")
 @click.option(
     "--shapes",
     metavar="SHAPES",
     help="shapes.csv: weighs GEMMs that TE cannot tell apart by their calls per step.",
+)
+@click.option(
+    "--like",
+    metavar="FILE",
+    help="A file of that dialect from the job's machine: its build is written (override: line 1,"
+    " if the table does not say it; tunableop: the Validator lines).",
 )
 @_gpu
 @_output
@@ -136,25 +144,27 @@ def convert(
     to: str | None,
     drop: bool,
     shapes: str | None,
+    like: str | None,
     gpu: int | None,
     output: str | None,
 ) -> None:
     """Write a tuned CSV in another dialect, comments and provenance with it.
 
-    Refuses a table with errors, and rows that the dialect cannot express (a batch, float64, a row
-    of a CPU, a scale mode): exit code 1, with the reason for each.
+    FILE may also be a tuning file of hipBLASLt's or a result file of TunableOp's. Refuses a table
+    with errors, and rows that the dialect cannot express (a batch, float64, a row of a CPU, a scale
+    mode): exit code 1, with the reason for each.
     """
     text = _sound(file, gpu)
     to = to or te_made(read_provenance(text)[0]).get("dialect")
     if to is None:
         raise UsageError(f"{file} does not say for which Transformer Engine it is: add --to te-v1")
     calls: dict[Gemm, float] = by_gemm(read(shapes, Shape).rows) if shapes else {}
-    result = convert_text(text, to, calls)
+    result = convert_text(text, to, calls, read_text(like) if like else "", gpu)
     if not drop:
         _stop_on_errors(file, result.findings, f"{to} cannot express these rows")
     for finding in result.findings:
         click.echo(f"{file}:{finding.line}: {finding}", err=True)
-    if to != GEMMTUNE:
+    if to in te.HEADERS:
         made = lint(result.text.encode("utf-8"), to, gpu)
         _stop_on_errors(output or "(converted)", made, "TE would not use this")
     _put(output, result.text)

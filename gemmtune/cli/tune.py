@@ -80,8 +80,8 @@ def tune(
     chosen = ["--optimizer", optimizer] if optimizer else []
     library = ["--backend", backend] if backend else []
     if not stages.captured():
-        words = ["--stop", "--steps", str(steps), *chosen, "-o", stages.path("shapes.csv")]
-        stages.run("capture", *words, "--", *job)
+        words = ["--stop", "--steps", str(steps), *chosen, *library]
+        stages.run("capture", *words, "-o", stages.path("shapes.csv"), "--", *job)
     left = stages.limit((budget - stages.spent("capture")) * SWEEP_SHARE)
     shapes, swept = stages.path("shapes.csv"), stages.path("swept.csv")
     stages.run("sweep", shapes, "-o", swept, *left, *library)

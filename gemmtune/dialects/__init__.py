@@ -1,7 +1,8 @@
 """Tuned CSVs in their dialects: which one a text is, faults, conversion, merging. Pure.
 
 `te-v1`, `te-v2` and `te-v3` are Transformer Engine's (te.py); `gemmtune` is our own tuned.csv,
-TE's twenty columns and then ours (table.Tuned), which TE itself does not read.
+TE's twenty columns and then ours (table.Tuned), which TE itself does not read. Two more are
+converted from and to: `override`, hipBLASLt's tuning file, and `tunableop`, PyTorch's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from gemmtune.table import COLUMNS, Tuned, split_lines
 
 GEMMTUNE = "gemmtune"
 DIALECTS = (*te.COLUMNS, GEMMTUNE)
+OVERRIDE, TUNABLEOP = "override", "tunableop"
 
 
 def detect(text: str) -> str | None:

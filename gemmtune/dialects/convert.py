@@ -1,20 +1,42 @@
-"""Conversion between the dialects: TE's with each other, and with our own tuned.csv. Pure.
+"""Conversion between the dialects: Transformer Engine's, our own tuned.csv, hipBLASLt's tuning file
+and PyTorch's TunableOp results. Pure.
 
 TE's key is coarser than ours: it has no beta, batch, alignment or fast accumulation, and its
 bias_type is `-` for every GEMM without FP8, even with a bias, and the bias tensor's type for FP8,
-float32 where there is none. Lines that are no rows (comments, provenance) are carried over.
+float32 where there is none. The other two have no workspace either. Rows that fall together in a
+dialect's key become one; what a dialect would say wrongly is refused. Lines that are no rows
+(comments, provenance) are carried over between TE's dialects and ours; the other two have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gemmtune.dialects import GEMMTUNE, detect, te
+from gemmtune.dialects import (
+    GEMMTUNE,
+    OVERRIDE,
+    TUNABLEOP,
+    detect,
+    hipblaslt,
+    override,
+    te,
+    tunableop,
+)
 from gemmtune.dialects.finding import ERROR, WARNING, Finding
-from gemmtune.errors import TableError
+from gemmtune.errors import Incompatible, TableError, UsageError
 from gemmtune.gemm import Algo, Gemm
-from gemmtune.table import COLUMNS, Fault, Tuned, line, read_provenance, scan, split_lines
+from gemmtune.table import (
+    COLUMNS,
+    PROVENANCE,
+    Fault,
+    Tuned,
+    line,
+    read_provenance,
+    scan,
+    split_lines,
+)
 
 _LT = "lt"  # the api of every GEMM that TE tunes
 
@@ -26,19 +48,166 @@ class Converted(NamedTuple):
     findings: list[Finding]
 
 
-def convert(text: str, to: str, calls: Mapping[Gemm, float] | None = None) -> Converted:
+class _Entry(NamedTuple):
+    key: tuple[object, ...]  # what the dialect looks it up by
+    text: str
+    row: Tuned
+
+
+def source_of(text: str) -> str | None:
+    """The dialect of a text that can be converted; None where it is none."""
+    if found := detect(text):
+        return found
+    if override.detect(text):
+        return OVERRIDE
+    return TUNABLEOP if tunableop.detect(text) else None
+
+
+def convert(
+    text: str,
+    to: str,
+    calls: Mapping[Gemm, float] | None = None,
+    like: str = "",
+    gpu: int | None = None,
+) -> Converted:
     """A table in the dialect `to`; rows that it cannot express are left out, with the reason.
 
-    `calls` (launches per step, by Gemm) weighs rows that fall together in TE's key; without it all
-    weigh the same. Raises TableError where the text is no table of a known dialect.
+    `calls` (launches per step, by Gemm) weighs rows that fall together in a key; without it all
+    weigh the same. `like` is the text of the user's own file of the dialect `to`: the build that
+    override and tunableop must name. `gpu` is the dev_cap of rows that name none. Raises TableError
+    where the text is no table of a known dialect, UsageError where the build is not known,
+    Incompatible where it is another.
     """
-    source = detect(text)
+    source = source_of(text)
     if source is None:
         raise TableError("not a table of a known dialect: gemmtune check says why")
     if source == to:
         return Converted(text, [])
-    if source == GEMMTUNE:
-        return _tuned_to_te(text, to, calls or {})
+    if source in te.COLUMNS and to in (*te.COLUMNS, GEMMTUNE):
+        return _of_te(text, source, to)
+    rows = list(_rows(text, source, gpu))
+    entries: dict[int, _Entry] = {}
+    findings: list[Finding] = []
+    fp8_bias = te_made(_provenance(text, source)).get("fp8_bias", "float32")
+    by_layout = to == TUNABLEOP and tunableop.named_by_layout(like)
+    for number, row in rows:
+        try:
+            if isinstance(row, str):
+                raise ValueError(row)
+            entries[number] = _entry(row, to, by_layout, fp8_bias)
+        except ValueError as e:
+            findings.append(_refusal(number, str(e)))
+    merged = _merge_keys(entries, calls or {}, ranged=to in (*te.COLUMNS, GEMMTUNE))
+    for number, kept in merged.items():
+        if entries[number].row.algo.algo_id != entries[kept].row.algo.algo_id:
+            whose = {OVERRIDE: "hipBLASLt", TUNABLEOP: "TunableOp"}.get(to, "TE")
+            effect = f"the same GEMM to {whose} as line {kept}, which carries more time and is kept"
+            mend = f"Nothing: {whose} cannot tell them apart"
+            findings.append(Finding(number, "", "", WARNING, effect, mend))
+    kept_text = {n: "" if n in merged else entries[n].text for n in entries}
+    made = _provenance(text, source)
+    if to in (OVERRIDE, TUNABLEOP):
+        caps = {entry.row.dev_cap for entry in entries.values()}
+        head = _head(to, like, made, caps)
+        body = "".join(kept_text.values())
+    elif source == GEMMTUNE:
+        head, body = te.HEADERS[to] + "\n", _with_comments(text, {n for n, _ in rows}, kept_text)
+    else:
+        head = (",".join(COLUMNS[Tuned]) if to == GEMMTUNE else te.HEADERS[to]) + "\n"
+        head += PROVENANCE + json.dumps(made, sort_keys=True) + "\n" if made else ""
+        body = "".join(kept_text.values())
+    return Converted(head + body, sorted(findings, key=lambda f: f.line))
+
+
+def _rows(text: str, source: str, gpu: int | None) -> Iterator[tuple[int, Tuned | str]]:
+    """The rows of a table with their line numbers, or why one cannot be converted."""
+    if source == OVERRIDE:
+        yield from override.read(text, gpu)
+    elif source == TUNABLEOP:
+        yield from tunableop.read(text, gpu)
+    elif source == GEMMTUNE:
+        for number, row in scan(text, Tuned):
+            if isinstance(row, Fault):
+                raise TableError(f"line {number}: {row}")
+            yield number, row
+    else:
+        for number, te_line in enumerate(te.read(text).lines, 1):
+            if te_line.row is not None:
+                try:
+                    yield number, tuned_of(te_line.row)
+                except ValueError as e:
+                    yield number, str(e)
+
+
+def _entry(row: Tuned, to: str, by_layout: bool, fp8_bias: str) -> _Entry:
+    """Raises ValueError where the dialect cannot say the row."""
+    if to == OVERRIDE:
+        return _Entry(override.key(row), override.render(row), row)
+    if to == TUNABLEOP:
+        return _Entry(tunableop.key(row), tunableop.render(row, by_layout), row)
+    if to == GEMMTUNE:
+        return _Entry((row.dev_cap, row.gemm), line(row), row)
+    te_row = te_of(row, fp8_bias)
+    return _Entry(te_row.key, te.line_of(te_row, to).text, row)
+
+
+def _provenance(text: str, source: str) -> dict[str, Any]:
+    """What a table says of its making; of the other two dialects, the library's build."""
+    if source == OVERRIDE:
+        revision = override.git_version(text)
+        return {"hipblaslt_revision": revision} if revision else {}
+    if source == TUNABLEOP:
+        version = tunableop.validators(text).get("HIPBLASLT_VERSION", "")
+        return {"machine": {"library": f"hipBLASLt {_dotted(version)}"}} if version else {}
+    return read_provenance(text)[0]
+
+
+def _dotted(version: str) -> str:
+    """The library's version as the library's own number has it: 100001-abc is 1.0.1-abc."""
+    number, dash, revision = version.partition("-")
+    if number.isdecimal() and len(number) < 10:
+        major, rest = divmod(int(number), 100_000)
+        number = f"{major}.{rest // 100}.{rest % 100}"
+    return number + dash + revision
+
+
+def _head(to: str, like: str, made: Mapping[str, Any], caps: set[int]) -> str:
+    machine = made.get("machine")
+    library = str(machine.get("library", "")) if isinstance(machine, dict) else ""
+    revision = hipblaslt.revision(library) if library.startswith("hipBLASLt") else ""
+    revision = revision or str(made.get("hipblaslt_revision", ""))
+    if to == TUNABLEOP:
+        return tunableop.head(like, revision, caps)
+    theirs = override.git_version(like) or hipblaslt.revision(
+        tunableop.validators(like).get("HIPBLASLT_VERSION", "")
+    )
+    if revision and theirs and revision != theirs:
+        raise Incompatible(
+            f"the table is of hipBLASLt {revision}, --like of {theirs}: algorithm numbers hold for"
+            " one build. Sweep with the job's library"
+        )
+    if not (revision or theirs):
+        raise UsageError(
+            "the table does not say which hipBLASLt it is of, and line 1 of a tuning file must:"
+            " give a tuning file or a TunableOp result of the job's machine, --like FILE; one is"
+            " made by HIPBLASLT_TUNING_FILE=like.txt hipblaslt-bench -m 64 -n 64 -k 64"
+        )
+    return f"{override.VERSION}{theirs or revision}\n"
+
+
+def _with_comments(text: str, rows: set[int], kept: Mapping[int, str]) -> str:
+    """The converted rows of our table, its comments where they stand."""
+    lines = []
+    for number, old in enumerate(split_lines(text.removeprefix("\ufeff")), 1):
+        if number in rows:
+            lines.append(kept.get(number, ""))
+        elif not te.is_row(old):
+            lines.append(old)
+    return "".join(lines)
+
+
+def _of_te(text: str, source: str, to: str) -> Converted:
+    """A TE table in another of TE's dialects or as ours, its other lines as they stand."""
     document = te.read(text)
     lines, findings = [_header(to, document.lines[0].text)], []
     for number, old in enumerate(document.lines[1:], 2):
@@ -127,61 +296,36 @@ def te_made(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def _tuned_to_te(text: str, to: str, calls: Mapping[Gemm, float]) -> Converted:
-    findings = []
-    fp8_bias = te_made(read_provenance(text)[0]).get("fp8_bias", "float32")
-    rows: dict[int, tuple[te.Line, Tuned]] = {}
-    for number, row in scan(text, Tuned):
-        if isinstance(row, Fault):
-            raise TableError(f"line {number}: {row}")
-        try:
-            rows[number] = te.line_of(te_of(row, fp8_bias), to), row
-        except ValueError as e:
-            findings.append(_refusal(number, str(e)))
-    merged = _merge_keys(rows, calls)
-    for number, kept in merged.items():
-        if rows[number][1].algo.algo_id != rows[kept][1].algo.algo_id:
-            effect = f"the same GEMM to TE as line {kept}, which carries more time and is kept"
-            mend = "Nothing: TE cannot tell them apart"
-            findings.append(Finding(number, "", "", WARNING, effect, mend))
-    lines = [te.HEADERS[to] + "\n"]
-    for number, old in enumerate(split_lines(text.removeprefix("\ufeff")), 1):
-        if number in rows:
-            if number not in merged:
-                lines.append(rows[number][0].text)
-        elif not te.is_row(old):
-            lines.append(old)
-    return Converted("".join(lines), sorted(findings, key=lambda f: f.line))
-
-
 def _merge_keys(
-    rows: Mapping[int, tuple[te.Line, Tuned]], calls: Mapping[Gemm, float]
+    entries: Mapping[int, _Entry], calls: Mapping[Gemm, float], ranged: bool
 ) -> dict[int, int]:
-    """The rows that give way to another of the same TE key and workspace, and to which.
+    """The rows that give way to another of the same key and workspace, and to which.
 
     The algorithm that saves the most time over all rows of the key is kept; where the default's
-    time is not known, the one whose GEMMs take the most.
+    time is not known, the one whose GEMMs take the most. `ranged`: rows say which workspaces they
+    are for.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
-    for number, (te_line, _) in rows.items():
-        assert te_line.row is not None
-        groups.setdefault(te_line.row.key, []).append(number)
+    for number, entry in entries.items():
+        groups.setdefault(entry.key, []).append(number)
     merged: dict[int, int] = {}
     for numbers in groups.values():
         saved: dict[int, float] = {}
         taken: dict[int, float] = {}
         for number in numbers:
-            row = rows[number][1]
+            row = entries[number].row
             weight, algo = calls.get(row.gemm, 1.0), row.algo.algo_id
             gain = row.default_us - row.time_us if row.default_us and row.time_us else 0.0
             saved[algo] = saved.get(algo, 0.0) + weight * gain
             taken[algo] = taken.get(algo, 0.0) + weight * row.time_us
         rank = {a: (saved[a], taken[a]) for a in saved}
         kept: list[int] = []
-        for number in sorted(numbers, key=lambda n: rank[rows[n][1].algo.algo_id], reverse=True):
-            mine = rows[number][1]
+        for number in sorted(
+            numbers, key=lambda n: rank[entries[n].row.algo.algo_id], reverse=True
+        ):
+            mine = entries[number].row
             for other in kept:
-                if mine.overlaps(rows[other][1]):
+                if not ranged or mine.overlaps(entries[other].row):
                     merged[number] = other
                     break
             else:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 from gemmtune.dialects import GEMMTUNE, detect, te
 from gemmtune.dialects.finding import ERROR, WARNING, Finding
+from gemmtune.dialects.hipblaslt import GPUS
 from gemmtune.gemm import FP8_TYPES
 from gemmtune.table import Fault, Tuned, read_provenance, scan, split_lines
 
 _Range = tuple[int, int, int]  # ws_min, ws_max, and the line that has them
-GPUS = {904: "gfx942", 905: "gfx950"}  # dev_cap of those that the ROCm fork of TE is built for
 
 _IGNORED = 'TE prints "Incorrect algo storage legend", ignores the whole file and goes on untuned'
 _THROWS = "TE throws out of the job's first GEMM, and reads no row after this one"

@@ -1,5 +1,6 @@
-/* Catches cublasGemmEx and cublasGemmStridedBatchedEx, and the workspaces that their handles are given.
- * A choice is launched through the newer API, all else by the call that the job made. */
+/* Catches cublasGemmEx and cublasGemmStridedBatchedEx, the same of float32 alone (cublasSgemm), and the
+ * workspaces that their handles are given. A choice is launched through the newer API, all else by the
+ * call that the job made. */
 #ifndef GEMMTUNE_HIP /* see vendor.h */
 #include <pthread.h>
 #include <stdlib.h>
@@ -8,7 +9,8 @@
 
 static _Atomic(void *) lt_matmul, lt_set_layout, lt_set_desc;
 static _Atomic(void *) lt_make_layout, lt_make_desc, lt_drop_layout, lt_drop_desc;
-static _Atomic(void *) blas_gemm, blas_batched, blas_set_workspace, blas_set_stream;
+static _Atomic(void *) blas_gemm, blas_batched, blas_single, blas_single_batched;
+static _Atomic(void *) blas_set_workspace, blas_set_stream;
 static _Atomic(void *) blas_get_stream, blas_get_pointer_mode, blas_destroy;
 
 /* The workspace that the job gave a handle, until it is given a stream: then it is the library's. */
@@ -94,6 +96,18 @@ static int blas_plain(const BlasCall *x)
             status = real(x->call.handle, x->trans_a, x->trans_b, x->m, x->n, x->k, x->alpha, x->a,
                           x->a_type, x->lda, x->b, x->b_type, x->ldb, x->beta, x->c, x->c_type,
                           x->ldc, x->compute, x->algo);
+    } else if (x->key.api == API_SINGLE) {
+        BlasSingle *real = BLAS_FUNCTION(BlasSingle, blas_single, Sgemm_v2);
+        if (real)
+            status = real(x->call.handle, x->trans_a, x->trans_b, x->m, x->n, x->k, x->alpha, x->a,
+                          x->lda, x->b, x->ldb, x->beta, x->c, x->ldc);
+    } else if (x->key.api == API_SINGLE_BATCHED) {
+        BlasSingleBatched *real =
+            BLAS_FUNCTION(BlasSingleBatched, blas_single_batched, SgemmStridedBatched);
+        if (real)
+            status = real(x->call.handle, x->trans_a, x->trans_b, x->m, x->n, x->k, x->alpha, x->a,
+                          x->lda, x->stride_a, x->b, x->ldb, x->stride_b, x->beta, x->c, x->ldc,
+                          x->stride_c, x->batch);
     } else {
         BlasBatched *real = BLAS_FUNCTION(BlasBatched, blas_batched, GemmStridedBatchedEx);
         if (real)
@@ -114,7 +128,7 @@ static void *plan_layout(const Key *key, int type, uint64_t rows, uint64_t colum
     void *made = NULL;
     if (!create || !set || create(&made, type, rows, columns, ld)) return NULL;
     int32_t batch = key->batch;
-    if (key->api == API_BATCHED && (set(made, LAYOUT_BATCH, &batch, sizeof batch) ||
+    if (key->batch > 1 && (set(made, LAYOUT_BATCH, &batch, sizeof batch) ||
                                     set(made, LAYOUT_STRIDE, &stride, sizeof stride))) {
         LtDestroy *drop = LT_FUNCTION(LtDestroy, lt_drop_layout, MatrixLayoutDestroy);
         if (drop) drop(made);
@@ -186,7 +200,7 @@ static Reason blas_key(BlasCall *x)
     BlasGetStream *stream = BLAS_FUNCTION(BlasGetStream, blas_get_stream, GetStream_v2);
     BlasGetPointerMode *mode =
         BLAS_FUNCTION(BlasGetPointerMode, blas_get_pointer_mode, GetPointerMode_v2);
-    int pointers = POINTERS_ON_HOST, batched = x->key.api == API_BATCHED;
+    int pointers = POINTERS_ON_HOST, api = x->key.api;
     if (!stream || !mode || stream(x->call.handle, &x->call.stream) || mode(x->call.handle, &pointers))
         return NOT_READ;
     if (pointers != POINTERS_ON_HOST || x->m < 0 || x->n < 0 || x->k < 0) return NOT_SPELLED;
@@ -204,7 +218,7 @@ static Reason blas_key(BlasCall *x)
         .trans_a = x->trans_a, .trans_b = x->trans_b,
         .type_a = x->a_type, .type_b = x->b_type, .type_d = x->c_type, .bias_type = -1,
         .epi = EPILOGUE_NONE, .comp = x->compute, .scale = scale, .beta = beta, .batch = x->batch,
-        .align = alignment(x->a, x->b, x->c, x->c), .api = batched ? API_BATCHED : API_GEMM,
+        .align = alignment(x->a, x->b, x->c, x->c), .api = api,
     };
     return FINE;
 }
@@ -246,6 +260,40 @@ EXPORT int BLAS(GemmStridedBatchedEx)(void *handle, int trans_a, int trans_b, in
         .b = b, .b_type = b_type, .ldb = ldb, .stride_b = stride_b,
         .beta = beta, .c = c, .c_type = c_type, .ldc = ldc, .stride_c = stride_c,
         .batch = batch, .compute = compute, .algo = algo,
+    };
+    return blas_dispatch(&x);
+}
+
+/* Of float32 alone: whether it may be rounded to tf32 inside is the handle's to say. So these are
+ * counted, and no choice is made for them. */
+EXPORT int BLAS(Sgemm_v2)(void *handle, int trans_a, int trans_b, int m, int n, int k,
+                          const float *alpha, const float *a, int lda, const float *b, int ldb,
+                          const float *beta, float *c, int ldc)
+{
+    BlasCall x = {
+        .call = {.go = blas_go, .plan = blas_plan, .handle = handle}, .key = {.api = API_SINGLE},
+        .trans_a = trans_a, .trans_b = trans_b, .m = m, .n = n, .k = k,
+        .alpha = alpha, .a = a, .a_type = TYPE_32F, .lda = lda, .b = b, .b_type = TYPE_32F,
+        .ldb = ldb, .beta = beta, .c = c, .c_type = TYPE_32F, .ldc = ldc,
+        .batch = 1, .compute = COMPUTE_32F,
+    };
+    return blas_dispatch(&x);
+}
+
+EXPORT int BLAS(SgemmStridedBatched)(void *handle, int trans_a, int trans_b, int m, int n, int k,
+                                     const float *alpha, const float *a, int lda,
+                                     long long stride_a, const float *b, int ldb,
+                                     long long stride_b, const float *beta, float *c, int ldc,
+                                     long long stride_c, int batch)
+{
+    BlasCall x = {
+        .call = {.go = blas_go, .plan = blas_plan, .handle = handle},
+        .key = {.api = API_SINGLE_BATCHED},
+        .trans_a = trans_a, .trans_b = trans_b, .m = m, .n = n, .k = k,
+        .alpha = alpha, .a = a, .a_type = TYPE_32F, .lda = lda, .stride_a = stride_a,
+        .b = b, .b_type = TYPE_32F, .ldb = ldb, .stride_b = stride_b,
+        .beta = beta, .c = c, .c_type = TYPE_32F, .ldc = ldc, .stride_c = stride_c,
+        .batch = batch, .compute = COMPUTE_32F,
     };
     return blas_dispatch(&x);
 }

@@ -13,14 +13,14 @@ from ctypes import c_int32, c_int64, c_size_t, c_uint32, c_uint64
 from typing import Any, ClassVar, NamedTuple
 
 from gemmtune.backends import lt
+from gemmtune.backends.blas import PLAIN
 from gemmtune.backends.cublaslt import CublasLt
 from gemmtune.backends.hipblaslt import HipblasLt
 from gemmtune.backends.lt_api import Vendor
 from gemmtune.errors import BackendError
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.gemm import LIBRARY_APIS, Algo, Gemm
 from gemmtune.job.apply import Launches
 
-APIS = ("lt", "gemmex", "gemmstridedbatchedex")
 MODE_ON, MODE_TIME = 1, 2
 REASONS = (
     "",
@@ -30,8 +30,11 @@ REASONS = (
     "the algorithm needs more workspace than the call has",
     "the library refused the algorithm",
     "no event to time with",
+    "captured into a graph",
 )
+UNSEEN = REASONS[1:4]  # the call was not counted as any Gemm's
 FALLBACKS = (1, 3, 4, 5)  # of REASONS: the call might have been launched otherwise
+GRAPHED = 7  # of REASONS, no fault: while times are taken
 ROOM = 1024  # rows drained at a time
 
 _SIZES = ("m", "n", "k")
@@ -107,7 +110,7 @@ class Translation:
         values = gemm._asdict()
         try:
             values |= {name: self._numbers[name][values[name]] for name in _NAMED}
-            values["api"] = APIS.index(gemm.api)
+            values["api"] = LIBRARY_APIS.index(gemm.api)
         except (KeyError, ValueError):
             return None
         return Key(**values)
@@ -119,7 +122,7 @@ class Translation:
             names = {name: self._names[name][values[name]] for name in _NAMED}
         except KeyError:
             return None
-        return Gemm(**{**values, **names, "api": APIS[key.api]})  # type: ignore[arg-type]
+        return Gemm(**{**values, **names, "api": LIBRARY_APIS[key.api]})  # type: ignore[arg-type]
 
 
 class Interposer:
@@ -150,6 +153,7 @@ class Interposer:
         self._spelled: dict[bytes, Gemm | None] = {}
         self._unpacked: dict[bytes, Algo | None] = {}
         self._chosen: dict[tuple[Gemm, tuple[int, ...]], Algo] = {}
+        self._plain: dict[Gemm, Algo] = {}
         self.unspelled = 0  # calls drained that a Gemm has no name for
 
     def mode(self, on: bool, timed: bool = False) -> None:
@@ -172,9 +176,10 @@ class Interposer:
     def choose(self, choices: Mapping[Gemm, Algo]) -> None:
         """These choices replace all earlier ones. Those for other APIs' calls are passed over."""
         rows = []
+        self._plain = {gemm: algo for gemm, algo in choices.items() if algo == PLAIN}
         for gemm, algo in choices.items():
             key = self._translation.key(gemm)
-            if key is None:
+            if key is None or algo == PLAIN:
                 continue
             settings = self._settings(algo)
             self._chosen[gemm, settings] = algo
@@ -222,9 +227,10 @@ class Interposer:
         else:
             if words not in self._unpacked:
                 self._unpacked[words] = self._backend.unpack(words) if any(words) else None
-            algo = self._unpacked[words]
+            algo = self._plain.get(gemm) or self._unpacked[words]
+        applied = bool(launch.applied) or algo == PLAIN
         times = launch.timed, launch.time_ns / 1e3
-        return Record(launch.id, gemm, algo, bool(launch.applied), launch.calls, *times)
+        return Record(launch.id, gemm, algo, applied, launch.calls, *times)
 
     def faults(self) -> list[int]:
         """Calls since the start by place in REASONS."""
@@ -234,14 +240,23 @@ class Interposer:
         return list(counts)
 
 
+LIBRARIES: dict[str, type[lt.Lt]] = {"cublaslt": CublasLt, "hipblaslt": HipblasLt}
+
+
+def present(backend: str) -> Interposer:
+    """The interposer of a backend in this process. Raises BackendError where it is not there."""
+    interposer = Interposer(LIBRARIES[backend]())
+    interposer.faults()
+    return interposer
+
+
 class InterposerApplier:
     """The applier of backends whose library's calls are caught."""
 
-    backend: ClassVar[type[lt.Lt]] = CublasLt
+    backend: ClassVar[str] = "cublaslt"
 
     def __init__(self, timed: bool = False) -> None:
-        self._interposer = Interposer(self.backend())
-        self._interposer.faults()
+        self._interposer = present(self.backend)
         self._interposer.mode(True, timed)
 
     def choose(self, choices: Mapping[Gemm, Algo]) -> None:
@@ -264,6 +279,9 @@ class InterposerApplier:
         counts = self._interposer.faults()
         return {REASONS[i]: counts[i] for i in FALLBACKS if counts[i]}
 
+    def graphed(self) -> int:
+        return self._interposer.faults()[GRAPHED]
+
     def close(self) -> None:
         self._interposer.mode(False)
         self._interposer.choose({})
@@ -272,4 +290,4 @@ class InterposerApplier:
 class HipApplier(InterposerApplier):
     """The same over hipBLASLt. Not yet run on an AMD GPU."""
 
-    backend: ClassVar[type[lt.Lt]] = HipblasLt
+    backend: ClassVar[str] = "hipblaslt"

@@ -23,7 +23,7 @@ typedef struct {
 } Key;
 _Static_assert(sizeof(Key) == 10 * 8 + 16 * 4, "no padding");
 
-enum { API_LT, API_GEMM, API_BATCHED };
+enum { API_LT, API_GEMM, API_BATCHED, API_SINGLE, API_SINGLE_BATCHED };
 
 /* A choice: launch this GEMM with the algorithm of these settings. */
 typedef struct {
@@ -55,6 +55,7 @@ typedef enum {
     WORKSPACE,   /* the choice needs more workspace than the call has */
     REFUSED,     /* the library refused the choice */
     NOT_TIMED,   /* no event could be had */
+    GRAPHED,     /* no fault: it went into a graph, where it stays as it is, and untimed */
     REASONS
 } Reason;
 enum { UNTRIED = -1 };
@@ -65,7 +66,7 @@ void fault(Reason reason);
 typedef struct Algo Algo;
 struct Algo {
     uint64_t words[ALGO_WORDS], made[ALGO_WORDS];
-    int applied;
+    int applied, is_made;
     atomic_int state; /* FINE: made; UNTRIED; or the reason why it cannot be launched */
     _Atomic uint64_t calls, timed, time_ns;
     Algo *next;

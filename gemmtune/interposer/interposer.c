@@ -42,7 +42,8 @@ static int launch(const Call *call, Cell *cell, const uint64_t *words, Algo *cou
 #ifdef GEMMTUNE_HIP
 /* Looks for a choice in the library's list, as no function of its C API checks an algorithm: among
  * the first ones, then in all. FINE, and then it is made; or REFUSED. */
-static Reason look_up(Algo *choice, const Call *call, const Plan *p, uint64_t ws_bytes)
+static Reason look_up(const Algo *choice, const Call *call, const Plan *p, uint64_t ws_bytes,
+                      uint64_t *made)
 {
     LtPreferenceCreate *create = LT_FUNCTION(LtPreferenceCreate, make_preference, MatmulPreferenceCreate);
     LtSet *set = LT_FUNCTION(LtSet, set_preference, MatmulPreferenceSetAttribute);
@@ -59,7 +60,7 @@ static Reason look_up(Algo *choice, const Call *call, const Plan *p, uint64_t ws
                 count = 0;
             for (int i = 0; i < count && reason; i++)
                 if (!results[i].state && results[i].algo[0] == choice->words[0]) {
-                    memcpy(choice->made, results[i].algo, sizeof choice->made);
+                    memcpy(made, results[i].algo, sizeof choice->made);
                     reason = FINE;
                 }
             if (wanted == ALL || count < FIRST) break;
@@ -70,16 +71,16 @@ static Reason look_up(Algo *choice, const Call *call, const Plan *p, uint64_t ws
     return reason;
 }
 
-static Reason make(Algo *choice, const Call *call, Cell *cell)
+static Reason make(const Algo *choice, const Call *call, Cell *cell, uint64_t *made)
 {
     const Plan *p = call->plan(call, cell);
     if (!p) return REFUSED;
-    if (look_up(choice, call, p, cell->key.ws_bytes) == FINE) return FINE;
-    return look_up(choice, call, p, UINT64_MAX) == FINE ? WORKSPACE : REFUSED;
+    if (look_up(choice, call, p, cell->key.ws_bytes, made) == FINE) return FINE;
+    return look_up(choice, call, p, UINT64_MAX, made) == FINE ? WORKSPACE : REFUSED;
 }
 #else
 /* Makes a choice into the library's structure and has it checked; FINE, or why not. */
-static Reason make(Algo *choice, const Call *call, Cell *cell)
+static Reason make(const Algo *choice, const Call *call, Cell *cell, uint64_t *made)
 {
     LtAlgoInit *init = LT_FUNCTION(LtAlgoInit, algo_init, MatmulAlgoInit);
     LtAlgoSet *set = LT_FUNCTION(LtAlgoSet, algo_set, MatmulAlgoConfigSetAttribute);
@@ -91,16 +92,16 @@ static Reason make(Algo *choice, const Call *call, Cell *cell)
     memcpy(settings, choice->words, sizeof settings);
     if (!init || !set || !check || !p) return REFUSED;
     if (init(call->handle, g->comp, g->scale, g->type_a, g->type_b, g->type_d, g->type_d,
-             (int)settings[SETTING_ID], choice->made))
+             (int)settings[SETTING_ID], made))
         return REFUSED;
     for (int i = 0; i < SETTINGS; i++) {
         uint16_t small = (uint16_t)settings[i];
         int is_small = i >= FIRST_SHORT_SETTING;
-        if (i != SETTING_ID && set(choice->made, i, is_small ? (void *)&small : &settings[i],
+        if (i != SETTING_ID && set(made, i, is_small ? (void *)&small : &settings[i],
                                    is_small ? sizeof small : sizeof settings[i]))
             return REFUSED;
     }
-    if (check(call->handle, p->desc, p->a, p->b, p->c, p->d, choice->made, &result) || result.state)
+    if (check(call->handle, p->desc, p->a, p->b, p->c, p->d, made, &result) || result.state)
         return REFUSED;
     return result.workspace > g->ws_bytes ? WORKSPACE : FINE;
 }
@@ -115,9 +116,13 @@ static Reason ready(Algo *choice, const Call *call, Cell *cell)
     table_lock();
     state = atomic_load_explicit(&choice->state, memory_order_relaxed);
     if (state == UNTRIED) {
+        uint64_t made[ALGO_WORDS] = {0};
         inside++;
-        state = (int)make(choice, call, cell);
+        state = (int)make(choice, call, cell, made);
         inside--;
+        /* Once only: after a refusal it is tried again, while others may still be reading it. */
+        if (state == FINE && !choice->is_made) memcpy(choice->made, made, sizeof made);
+        choice->is_made |= state == FINE;
         atomic_store_explicit(&choice->state, state, memory_order_release);
     }
     table_unlock();

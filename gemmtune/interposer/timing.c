@@ -82,7 +82,10 @@ Timing *timing_begin(void *stream)
     void *context = NULL;
     int capturing = CAPTURE_NONE;
     if (!ready() || CALL(DriverIsCapturing, is_capturing)(stream, &capturing)) return NULL;
-    if (capturing != CAPTURE_NONE) return NULL;
+    if (capturing != CAPTURE_NONE) {
+        fault(GRAPHED);
+        return NULL;
+    }
     timing_lock();
     int many = waiting_count >= MOST_WAITING;
     timing_unlock();

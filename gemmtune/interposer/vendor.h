@@ -181,6 +181,13 @@ typedef int BlasBatched(void *handle, int trans_a, int trans_b, int m, int n, in
                         const void *b, int b_type, int ldb, long long stride_b, const void *beta,
                         void *c, int c_type, int ldc, long long stride_c, int batch, int compute,
                         int algo);
+typedef int BlasSingle(void *handle, int trans_a, int trans_b, int m, int n, int k,
+                       const float *alpha, const float *a, int lda, const float *b, int ldb,
+                       const float *beta, float *c, int ldc);
+typedef int BlasSingleBatched(void *handle, int trans_a, int trans_b, int m, int n, int k,
+                              const float *alpha, const float *a, int lda, long long stride_a,
+                              const float *b, int ldb, long long stride_b, const float *beta,
+                              float *c, int ldc, long long stride_c, int batch);
 typedef int BlasSetWorkspace(void *handle, void *workspace, size_t bytes);
 typedef int BlasSetStream(void *handle, void *stream);
 typedef int BlasGetStream(void *handle, void **stream);

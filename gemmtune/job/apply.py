@@ -57,6 +57,12 @@ class Applier(Protocol):
     def fallbacks(self) -> dict[str, int]:
         """Calls since the start that were to be launched otherwise and were not, by reason."""
 
+    def graphed(self) -> int:
+        """Calls since the start that went into a CUDA graph, which replays them as they are.
+
+        Counted where times are taken.
+        """
+
     def close(self) -> None:
         """Take the applier out of the process."""
 
@@ -135,6 +141,9 @@ class KernelApplier:
     def fallbacks(self) -> dict[str, int]:
         with self._lock:
             return dict(self._fallbacks)
+
+    def graphed(self) -> int:
+        return 0
 
     def close(self) -> None:
         self._override.remove()
@@ -405,15 +414,19 @@ def _refuse(hard: list[str], options: Mapping[str, Any], out: str) -> None:
         raise SystemExit(INCOMPATIBLE)
     told = threading.Lock()
 
-    def tell(op: str, native: kernels.Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def say() -> None:
         if told.acquire(blocking=False):
             if files.rank()[0] == 0:
                 print(line + "the job goes on untuned", file=sys.stderr)
             if options["quiet"]:
                 files.save(out, Use(incompatible=hard)._asdict())
+
+    def tell(op: str, native: kernels.Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        say()
         return native(*args, **kwargs)
 
     def stop(_: int) -> None:
+        say()  # where no GEMM was torch's
         override.remove()
         handle.remove()
 

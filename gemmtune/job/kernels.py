@@ -25,7 +25,7 @@ from gemmtune.job.files import complain
 
 Native = Callable[..., Any]
 Handle = Callable[[str, Native, tuple[Any, ...], dict[str, Any]], Any]
-Note = Callable[[str, tuple[Any, ...], dict[str, Any], float], None]
+Note = Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
 
 TYPES = {
     torch.float64: "float64",
@@ -106,18 +106,22 @@ class Override:
         others: bool = False,
         watch: bool = False,
         plain: Callable[[str], Native] | None = None,
+        begin: Callable[[], Any] = perf_counter,
+        since: Callable[[Any], Any] | None = None,
     ) -> None:
         """`others` hands over OTHER_OPS too.
 
-        With `watch` the calls go through as they are, and handle(op, args, kwargs, seconds) is
+        With `watch` the calls go through as they are, and handle(op, args, kwargs, spent) is
         told of each when its kernel has returned; GEMMs inside other GEMMs are not told, and of
         OTHER_OPS only how often they ran is kept, in `counts`. Those
         of PLAIN take the kernel that `plain(op)` makes, if given: it does everything itself.
+        `spent` is since(begin()), asked before and after the kernel: its seconds by default.
         """
         self.faults = 0
         self.counts: Counter[str] = Counter()
         self._watch = watch
         self._plain = plain
+        self._begin, self._since = begin, since or (lambda began: perf_counter() - began)
         self._handle = handle
         self._libraries: dict[str, torch.library.Library] = {}
         try:
@@ -196,6 +200,7 @@ class Override:
 
     def _watched(self, op: str) -> Callable[..., Any]:
         note: Any = self._handle
+        begin, since = self._begin, self._since
 
         def kernel(inplace: bool, call: Native, out: Native, /, *args: Any, **kwargs: Any) -> Any:
             thread = get_ident()
@@ -203,15 +208,15 @@ class Override:
                 return call(*args, **kwargs)
             inside.add(thread)
             try:
-                began = perf_counter()
+                began = begin()
                 result = call(*args, **kwargs)
-                seconds = perf_counter() - began
+                spent = since(began)
             finally:
                 inside.discard(thread)
             try:
                 if inplace:
                     kwargs["out"] = args[0]
-                note(op, args, kwargs, seconds)
+                note(op, args, kwargs, spent)
             except Exception as error:
                 self._fault(op, error)
             return result

@@ -94,7 +94,7 @@ class Meter:
             "power_w": round(median(r.power_w for r in later), 1),
             "power_cap_w": later[-1].power_cap_w,
             "sm_mhz": float(median(r.sm_mhz for r in later)),
-            "capped": sum(nvml.POWER_CAP in r.throttled for r in later) / len(later),
+            "capped": sum(r.capped for r in later) / len(later),
             "energy_j": later[-1].energy_j,
         }
 

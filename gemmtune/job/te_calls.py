@@ -47,13 +47,15 @@ class Call(NamedTuple):
 class Hook:
     """Tells `note` of every GEMM that TE issues in this process, from now on or once it is loaded.
 
-    `note` is called right after the GEMM was issued, in the same thread, so that whoever watches
-    the library can join what it saw. Whatever fails here, the job's GEMM has been issued; it is
-    counted in `failed`.
+    `note` is called right after the GEMM was issued, in the same thread, with what `begin()` said
+    before, so that whoever watches the library can join what it saw. Whatever fails here, the job's
+    GEMM has been issued; it is counted in `failed`.
     """
 
-    def __init__(self, note: Callable[[Call], None]) -> None:
-        self.note = note
+    def __init__(
+        self, note: Callable[[Call, Any], None], begin: Callable[[], Any] = lambda: None
+    ) -> None:
+        self.note, self._begin = note, begin
         self.failed = 0
         self._places = _Places()
         self._replaced: list[tuple[Any, str, Any]] = []
@@ -76,11 +78,14 @@ class Hook:
         original = getattr(owner, name)
         self._replaced.append((owner, name, original))
 
+        begin = self._begin
+
         def hooked(*args: Any, **kwargs: Any) -> Any:
+            began = begin()
             answer = original(*args, **kwargs)
             try:
                 gemm, name = read(*args)
-                self.note(Call(gemm, name, *self._places.of(name)))
+                self.note(Call(gemm, name, *self._places.of(name)), began)
             except Exception as error:
                 self.failed += 1
                 if self.failed == 1:

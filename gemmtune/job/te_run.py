@@ -48,7 +48,7 @@ class _Process:
         self.gemms.clear()
         self.steps = 0
 
-    def _note(self, call: Call) -> None:
+    def _note(self, call: Call, _: None) -> None:
         if not self.about:  # TE has read its variables by now
             load = os.environ.get(ALGO_LOAD, "")
             left = [k for k in os.environ if k.startswith(PREFIXES)]

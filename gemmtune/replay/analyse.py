@@ -70,7 +70,7 @@ class Rank(NamedTuple):
 
     `fallbacks`: calls that failed open, by reason. `readings`: those of gemmtune.job.readings, by
     the step they were taken before. `lost`: why and when the rank lost touch with rank 0.
-    `gemms`: those of the table that it replayed.
+    `gemms`: those of the table that it replayed. `graphed`: calls that went into CUDA graphs.
     """
 
     rank: int
@@ -84,6 +84,7 @@ class Rank(NamedTuple):
     lost: str = ""
     plan: Plan = Plan()
     gemms: Sequence[str] = ()
+    graphed: int = 0
 
 
 class Row(NamedTuple):
@@ -146,6 +147,7 @@ class Result(NamedTuple):
     noise: list[str]
     notes: list[str]
     power: Mapping[str, Drawn] = {}  # by arm, default and tuned; of those where a GPU tells
+    graphed: int = 0  # calls that went into CUDA graphs, on all ranks
 
     @property
     def done(self) -> bool:
@@ -219,6 +221,7 @@ def analyse(
         ),
         notes=notes,
         power=power,
+        graphed=sum(rank.graphed for rank in ranks),
     )
 
 

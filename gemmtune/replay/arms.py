@@ -57,6 +57,7 @@ class Arms:
         self._rounds = [beginning(plan)]
         self._us = array.array("d")  # of each step, nan where nothing says when it began
         self._tuned = False
+        self._in_graphs = False  # the last step: none of its calls could be chosen for
         self._lost = False
         self._began: float | None = None
         self._log: Any = None
@@ -75,7 +76,10 @@ class Arms:
         launched = self._applier.drain()
         if self._began is not None:
             rows, fallbacks = self._rows(launched), self._applier.fallbacks()
-            self._write({"step": step, "us": us, "rows": rows, "fallbacks": fallbacks})
+            graphed = self._applier.graphed()
+            record = {"step": step, "us": us, "rows": rows, "fallbacks": fallbacks}
+            self._in_graphs = bool(graphed) and not rows
+            self._write({**record, "graphed": graphed} if graphed else record)
         if not self._lost:
             self._turn(step + 1)
         self._began = perf_counter()
@@ -101,7 +105,8 @@ class Arms:
             self._choose(now.tuned(step))
 
     def _decide(self) -> Round:
-        if self._log is None:  # what cannot be recorded is not to be measured
+        # What cannot be recorded is not to be measured, and graphs know no arms.
+        if self._log is None or self._in_graphs:
             return Round(END, self._rounds[-1].end)
         try:
             return following(self._plan, self._rounds, np.array(self._us))
@@ -216,6 +221,7 @@ def read_steps(out: str | Path) -> list[Rank]:
                 [Round.read(r["round"]) for r in records if "round" in r],
                 about["world"],
                 fallbacks=[r for r in records if "step" in r][-1]["fallbacks"],
+                graphed=max(r.get("graphed", 0) for r in records),
                 differences=about["differences"],
                 host=about["host"],
                 readings={r["block"]: r["readings"] for r in records if "block" in r},

@@ -15,6 +15,14 @@ from gemmtune.table import format_ranks
 EXIT = {"faster": 0, "no difference": 0, "slower": 1, "unknown": 2}
 
 
+GRAPHS = (
+    "the job's GEMMs are in CUDA graphs, which keep the algorithms that they were captured with, "
+    "so default and tuned cannot take turns inside them: replay the job without CUDA graphs, or "
+    "compare two jobs: gemmtune replay --a 'python train.py' "
+    "--b 'gemmtune run tuned.csv -- python train.py'"
+)
+
+
 class Verdict(NamedTuple):
     """`kind` is a key of EXIT; `drop` are the lines of rows that made the step slower."""
 
@@ -36,6 +44,8 @@ def judge(result: Result) -> Verdict:
         )
     if not result.ranks:
         return Verdict("unknown", "nothing was compared: no process of the job reached a step")
+    if result.graphed and not any(row.ranks for row in result.rows):
+        return Verdict("unknown", f"nothing was compared: {GRAPHS}")
     if result.pairs < 2:
         return Verdict("unknown", _too_short(result))
     if not any(row.ranks for row in result.rows):
@@ -89,6 +99,11 @@ def warnings(result: Result) -> list[str]:
     lines += result.noise
     for reason, count in sorted(result.fallbacks.items()):
         lines.append(f"{count} calls went through as the job made them: {reason}")
+    if result.graphed and any(row.ranks for row in result.rows):
+        lines.append(
+            f"{_rows(result.graphed, 'call')} went into CUDA graphs, where default and tuned "
+            "cannot take turns: what is compared is the rest of the step"
+        )
     return lines + result.notes
 
 

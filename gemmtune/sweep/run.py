@@ -41,7 +41,6 @@ from gemmtune.sweep.shared import agree
 from gemmtune.sweep.worker import Workers
 from gemmtune.table import Candidate, Shape, Table, Tuned
 
-GPU_APIS = ("lt", "gemmex")
 READ_S = 1.0  # between two readings of the GPU's clock and power, whose meters are no faster
 
 PathLike = str | os.PathLike[str]
@@ -82,6 +81,8 @@ def sweep(
     notes = _shared(uuid)  # before this process holds the GPU itself
     provenance = _provenance(shapes.provenance, backend, options, threads)
     path = _check_paths(candidates_path, tuned_path)
+    if hasattr(backend, "given"):  # those whose calls show their algorithm
+        backend.given = table.defaults(shapes.rows)
     plan = make_plan(shapes.rows, backend, options)
     if not path.exists() and Path(candidates_path).is_file():
         kept = textfile.set_aside(candidates_path)
@@ -403,7 +404,7 @@ def _refuse_gpu_shapes(shapes: Table[Shape], backend: Backend, options: Options)
         return
     device = shapes.provenance.get("device", "cpu")
     made = shapes.provenance.get("machine") or {}
-    apis = {row.gemm.api for row in shapes.rows} & set(GPU_APIS)
+    apis = {row.gemm.api for row in shapes.rows if row.gemm.seen}
     if device != "cpu" or made.get("dev_cap") or apis:
         signs = [f"device {device}"] * (device != "cpu") + [f"api {api}" for api in sorted(apis)]
         where = made.get("arch") or f"a GPU ({', '.join(signs)})"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,41 +18,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-LOGGED = {"R_16BF": "bfloat16", "R_8F_E4M3": "float8e4m3", "R_8F_E5M2": "float8e5m2"}
-LOGGED |= {"R_32F": "float32", "R_16F": "float16"}
-EPILOGUES = {"": "-", "EPILOGUE_BIAS": "bias", "EPILOGUE_DEFAULT": "-"}
 CALLS = 2000
 
 
 def from_log(text: str) -> Counter[tuple]:
-    """Calls by what the log tells of a key."""
-    found: Counter[tuple] = Counter()
-    for line in text.splitlines():
-        if "[Trace][cublasLtMatmul]" not in line:
-            continue
+    """Launches of cublasLtMatmul by what the log tells of a key."""
+    from gemmtune.capture import trace
 
-        def part(name: str, line: str = line) -> dict[str, str]:
-            inside = re.search(rf" {name}=\[([^\]]*)\]", line)
-            return dict(re.findall(r"(\w+)=(\S+)", inside[1])) if inside else {}
-
-        a, b, d, desc = (part(name) for name in ("Adesc", "Bdesc", "Ddesc", "computeDesc"))
-        rows, cols = int(a["rows"]), int(a["cols"])
-        ta = "T" if desc.get("transa") == "OP_T" else "N"
-        tb = "T" if desc.get("transb") == "OP_T" else "N"
-        epi = desc.get("epilogue", "")
-        beta = re.search(r" beta=(\S+)", line)
-        ws = re.search(r"workSpaceSizeInBytes=(\d+)", line)
-        types = (LOGGED.get(x["type"], x["type"]) for x in (a, b, d))
-        key = [int(d["rows"]), int(d["cols"]), cols if ta == "N" else rows, ta, tb, *types]
-        key += [int(x["ld"]) for x in (a, b, d)]
-        key += [EPILOGUES.get(epi, epi), int(bool(beta) and float(beta[1]) != 0)]
-        key += [int(ws[1]) if ws else 0, int(desc.get("fastAccumulationFlag", "0"))]
-        found[tuple(key)] += 1
-    return found
+    begun = filter(None, map(trace.start, text.splitlines()))
+    return Counter(told(trace.gemm(f, [line])) for f, line in begun if f == "cublasLtMatmul")
 
 
-def from_record(record) -> tuple:
-    g = record.gemm
+def told(g) -> tuple:
     types = g.type_a, g.type_b, g.type_d
     lds = g.lda, g.ldb, g.ldd
     own = g.epi, g.beta, g.ws_bytes, g.fast_accum
@@ -97,7 +73,7 @@ def inside(out: Path) -> None:
         records = interposer.drain()
         for r in records:
             if r.calls and (r.gemm.api == "lt" or r.applied):
-                seen[from_record(r)] += r.calls
+                seen[told(r.gemm)] += r.calls
         return [r for r in records if r.calls]
 
     for name, call in cases(torch):
