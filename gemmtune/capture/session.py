@@ -23,7 +23,8 @@ from gemmtune.capture.dims import Dims
 from gemmtune.capture.ops import Recorder
 from gemmtune.capture.profile import power
 from gemmtune.capture.profiler import profile_step
-from gemmtune.capture.te import TeRecorder, save_beside
+from gemmtune.capture.te import TeRecorder
+from gemmtune.capture.te_saved import save_beside
 from gemmtune.errors import BackendError
 from gemmtune.job import files, readings, steps
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from gemmtune import __version__, regime, table, textfile
-from gemmtune.capture import merge, te
+from gemmtune.capture import merge, te_saved
 from gemmtune.capture.ceiling import ceiling
 from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
@@ -96,7 +96,7 @@ def capture(
             note_elsewhere(job)
             sys.exit(code or e.exit_code)
         captured = merge.merge(records)
-        captured.remarks.extend(te.compare(out, [row.gemm for row in captured.rows]))
+        captured.remarks.extend(te_saved.compare(out, [row.gemm for row in captured.rows]))
     first = records[0]
     provenance = {
         "stage": "capture",

@@ -149,6 +149,7 @@ def _settings_differ(made: dict[str, Any]) -> list[str]:
 
 def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
     """Run a job whose Transformer Engine loads the table, the same file in all ranks."""
+    from gemmtune.capture import te_saved
     from gemmtune.dialects import te
     from gemmtune.dialects.convert import convert, te_made
     from gemmtune.job import launch
@@ -172,7 +173,7 @@ def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
             records = launch.read_ranks(out)
         except JobError:
             records = []
-        saved = [read_text(p) for p in sorted(Path(out).glob("te-*.csv"))]
+        saved = [read_text(p) for p in sorted(Path(out).glob(te_saved.FILES))]
         for line in report(te.read(read_text(path), str(path)), records, saved):
             click.echo(f"gemmtune: {line}", err=True)
     if not records:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gemmtune.capture.te import save_beside
+from gemmtune.capture.te_saved import save_beside
 from gemmtune.dialects import te
 from gemmtune.gemm import Gemm
 from gemmtune.job import files, steps
