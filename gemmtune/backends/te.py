@@ -61,6 +61,7 @@ class Te:
 
     name = "te"
     device = "cuda"
+    starts_s = 2 * TIME_LIMIT_S  # that its own processes may take, of which each loads TE
 
     def __init__(
         self, numerics: str = "type", run_count: int = RUN_COUNT, algo_count: int = ALGO_COUNT
