@@ -24,9 +24,11 @@ FILES = "te-*.csv"
 def save_beside(out: str) -> None:
     """Have TE save its table of this process, unless the user has: it reads this at its first GEMM.
 
-    The name carries the process, as TE itself would leave `%i` as it is before te-v2.
+    The name carries the process, as TE itself would leave `%i` as it is before te-v2. What a parent
+    process has set here is not the user's.
     """
-    if not os.environ.get(ALGO_SAVE):
+    before = os.environ.get(ALGO_SAVE)
+    if not before or os.path.dirname(before) == out:
         os.environ[ALGO_SAVE] = os.path.join(out, f"te-{socket.gethostname()}-{os.getpid()}.csv")
 
 

@@ -408,6 +408,11 @@ def remarks(summary: Summary) -> Iterator[str]:
         command = summary.provenance.get("command") or "python train.py"
         words = command if isinstance(command, str) else shlex.join(command)
         yield "Next, see whether the job's step is faster:"
+        if summary.provenance.get("backend") == "te":  # keeps an algorithm to a process's end
+            yield f"  gemmtune convert {shlex.quote(summary.tuned)} -o te.csv"
+            loading = shlex.quote(f"TE_HIPBLASLT_ALGO_LOAD=te.csv {words}")
+            yield f"  gemmtune replay --a {shlex.quote(words)} --b {loading}"
+            return
         yield f"  gemmtune replay {shlex.quote(summary.tuned)} -- {words}"
         yield (
             f"The job has to run for {Plan().steps} steps at least, or fewer with --pairs,"

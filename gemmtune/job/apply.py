@@ -73,7 +73,10 @@ def open_applier(backend: str, timed: bool = False) -> Applier:
     Raises BackendError where the backend has none.
     """
     if backend not in APPLIERS:
-        raise BackendError(f"tables of the backend {backend!r} cannot be applied inside a job yet")
+        raise BackendError(
+            f"tables of the backend {backend!r} cannot be switched inside a job: compare processes,"
+            ' as in: gemmtune replay --a "JOB" --b "TE_HIPBLASLT_ALGO_LOAD=te.csv JOB"'
+        )
     module, cls = APPLIERS[backend].split(":")
     applier: Applier = getattr(importlib.import_module(module), cls)(timed)
     return applier

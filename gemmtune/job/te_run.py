@@ -24,6 +24,7 @@ from gemmtune.job.te_coverage import unfit, used
 from gemmtune.textfile import read_text
 
 ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
+WATCHED = 10  # steps in which the GEMMs are counted: then the job is left alone
 PREFIXES = ("TE_HIPBLASLT_TUNING_", "TE_HIPBLASLT_ALGO_SELECTION")
 
 
@@ -39,8 +40,8 @@ class _Process:
         self.gemms: Counter[Gemm] = Counter()
         self.steps = 0
         self.about: dict[str, Any] = {}
-        Hook(self._note)
-        steps.on_step(self._stepped)
+        self._hook = Hook(self._note)
+        self._handle = steps.on_step(self._stepped)
         files.at_exit(self._save)
         os.register_at_fork(after_in_child=self._forked)
 
@@ -57,7 +58,10 @@ class _Process:
 
     def _stepped(self, _: int) -> None:
         self.steps += 1
-        if self.steps & (self.steps - 1) == 0:
+        if self.steps == WATCHED:
+            self._hook.remove()
+            self._handle.remove()
+        if self.steps in (1, 4, WATCHED):
             self._save()
         if self.steps == 1 and self.gemms and files.rank()[0] == 0:
             rows = te.read(read_text(self.table)).rows

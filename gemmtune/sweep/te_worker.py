@@ -11,7 +11,9 @@ killed. A `serve` process is handed operands that share memory with its parent's
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -89,7 +91,15 @@ def _time_us(device: str, launches: list[Callable[[], Any]]) -> float:
     return total_us / len(launches)
 
 
+def _die_with(parent: int) -> None:
+    """A launch that hangs must not outlive the sweep that gave it up."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main(words: list[str]) -> None:
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     mode, device, number, *gemms = words
     asked = [Gemm(*json.loads(text)) for text in gemms]
     if device != "cpu":

@@ -68,6 +68,8 @@ class Workers:
         self._worker: _Worker | None = None
         slowest = SLOWEST_FLOPS_PER_S if backend.device == "cpu" else SLOWEST_GPU_FLOPS_PER_S
         self._verifying_s = gemm.flops / slowest
+        # For backends that start processes of their own.
+        self._starting_s: float = getattr(backend, "starts_s", 0.0)
 
     def __enter__(self) -> Workers:
         return self
@@ -126,10 +128,11 @@ class Workers:
             return self.timeout_s
         launches = ask.launches + ask.settle if ask.kind == TIME else 2
         expected = launches * self.us.get(ask.algo, 0.0) / 1e6
-        return GRACE_S + PATIENCE * expected + self._verifying_s
+        starting = 0.0 if ask.kind == TIME else self._starting_s
+        return GRACE_S + PATIENCE * expected + self._verifying_s + starting
 
     def _start(self) -> _Worker:
-        patience = self.timeout_s or GRACE_S + self._verifying_s
+        patience = self.timeout_s or GRACE_S + self._verifying_s + self._starting_s
         for left in reversed(range(START_TRIES)):
             try:
                 worker = _Worker(*self.args, self.lost)
