@@ -67,12 +67,12 @@ def measure(folder: Path) -> None:
 
 
 def main() -> None:
-    from test_interposer import fakes
+    from fakes import fakes
 
     from gemmtune.interposer import build
 
     with tempfile.TemporaryDirectory() as scratch:
-        folder = fakes(Path(scratch) / "fakes", "-O2", "-fno-strict-aliasing")
+        folder = fakes("cublaslt", Path(scratch) / "fakes", "-O2", "-fno-strict-aliasing")
         found: dict[str, dict[str, float]] = {}
         for preload in ("", str(build.library())):
             env = {**os.environ, "LD_PRELOAD": preload}

@@ -66,4 +66,9 @@ def test_a_replay_says_that_arms_cannot_take_turns_inside_a_graph(
 
 def test_rows_are_launched_as_a_graph_is_captured(gemmtune: Run, folder: Path) -> None:
     lines = said(gemmtune, folder, "run", "tuned.csv", steps="4 graph")
-    assert "gemmtune: 2 of 2 rows used, on 1 rank, 0.5 calls per step" in lines
+    assert (
+        "gemmtune: 2 of 2 rows used, on 1 rank, 0.5 calls per step, 2 of 2 as CUDA graphs were"
+        " captured, which repeat them"
+    ) in lines
+    plain = said(gemmtune, folder, "run", "tuned.csv", steps="4")
+    assert "gemmtune: 2 of 2 rows used, on 1 rank, 2 calls per step" in plain

@@ -159,7 +159,8 @@ def _nothing(record: dict[str, object], warmup: int) -> str:
             f"the job ended after {_count(record['waited'], 'optimizer step')}, and {warmup}"
             f" {'is' if warmup == 1 else 'are'} warm-up: let it run longer or lower --warmup"
         )
-    return "no GEMM ran between the optimizer steps"
+    graphs = "; of CUDA graphs they are seen at their capture alone: --warmup 0"
+    return "no GEMM ran between the optimizer steps" + graphs * (record["device"] != "cpu")
 
 
 def _count(number: object, word: str) -> str:

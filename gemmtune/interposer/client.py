@@ -34,7 +34,7 @@ REASONS = (
 )
 UNSEEN = REASONS[1:4]  # the call was not counted as any Gemm's
 FALLBACKS = (1, 3, 4, 5)  # of REASONS: the call might have been launched otherwise
-GRAPHED = 7  # of REASONS, no fault: while times are taken
+GRAPHED = 7  # of REASONS, no fault: of all calls while times are taken, else of chosen ones
 ROOM = 1024  # rows drained at a time
 
 _SIZES = ("m", "n", "k")

@@ -98,6 +98,7 @@ void table_fork_child(void);
 /* The time of one call on its stream: begun before it, NULL where it is not to be timed; ended after
  * it, or dropped. What has completed is added to its algorithm by `timing_collect`. */
 typedef struct Timing Timing;
+int timing_captures(void *stream); /* into a graph; -1 where that cannot be told */
 Timing *timing_begin(void *stream);
 void timing_end(Timing *timing, Algo *algo, void *stream);
 void timing_drop(Timing *timing);

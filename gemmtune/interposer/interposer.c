@@ -25,13 +25,16 @@ int watched(void) { return !inside && atomic_load_explicit(&mode_, memory_order_
 static int launch(const Call *call, Cell *cell, const uint64_t *words, Algo *count)
 {
     int timed = atomic_load_explicit(&mode_, memory_order_relaxed) & MODE_TIME;
-    Timing *timing = timed && count ? timing_begin(call->stream) : NULL;
+    /* Other calls are not asked: it matters where arms take turns, and where a choice is launched. */
+    int captures = count && (timed || words) ? timing_captures(call->stream) : 0;
+    Timing *timing = timed && count && !captures ? timing_begin(call->stream) : NULL;
     int status = call->go(call, cell, words);
     if (status != STATUS_SUCCESS) {
         timing_drop(timing);
         return status;
     }
     timing_end(timing, count, call->stream);
+    if (captures > 0) fault(GRAPHED);
     if (count) {
         atomic_fetch_add_explicit(&count->calls, 1, memory_order_relaxed);
         trail.launched[trail.calls++ % TRAIL] = (uintptr_t)count;

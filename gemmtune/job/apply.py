@@ -60,7 +60,7 @@ class Applier(Protocol):
     def graphed(self) -> int:
         """Calls since the start that went into a CUDA graph, which replays them as they are.
 
-        Counted where times are taken.
+        Of all calls where times are taken, else of those that were launched as chosen.
         """
 
     def close(self) -> None:
@@ -382,6 +382,7 @@ class _Process:
             gemms=len(self._gemms),
             steps=self._steps,
             fallbacks=self._applier.fallbacks(),
+            graphed=self._applier.graphed(),
             differences=self._differences,
         )
         if self._out is not None and use.gemms:  # a launcher has nothing to tell

@@ -16,8 +16,9 @@ from gemmtune.table import Tuned
 class Use(NamedTuple):
     """One process's use of a table. `rows`: launches by the row's index, JSON's keys being text.
 
-    `gemms`: different GEMMs that ran; `fallbacks`: calls that failed open, by reason; `differences`
-    (soft) and `incompatible` (hard): how this machine differs from the table's.
+    `gemms`: different GEMMs that ran; `fallbacks`: calls that failed open, by reason; `graphed`:
+    launches as CUDA graphs were captured; `differences` (soft) and `incompatible` (hard): how this
+    machine differs from the table's.
     """
 
     rank: int = 0
@@ -25,6 +26,7 @@ class Use(NamedTuple):
     gemms: int = 0
     steps: int = 0
     fallbacks: Mapping[str, int] = {}
+    graphed: int = 0
     differences: Sequence[str] = ()
     incompatible: Sequence[str] = ()
 
@@ -66,6 +68,8 @@ def summary(uses: Sequence[Use], rows: int) -> str:
     used = {index for use in users for index in use.rows}
     total = sum(sum(use.rows.values()) for use in users)
     steps = sum(use.steps for use in users)
+    if graphed := sum(use.graphed for use in users):
+        tail = f", {graphed} of {total} as CUDA graphs were captured, which repeat them" + tail
     rate = f"{total / steps:.6g} calls per step" if steps else f"{total} calls"
     ranks = len({use.rank for use in users})
     return f"{len(used)} of {table} used, on {ranks} rank{'' if ranks == 1 else 's'}, {rate}{tail}"
