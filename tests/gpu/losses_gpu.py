@@ -1,7 +1,7 @@
 """Whether the interposer leaves a job's losses bitwise as they are: python … RESULT.txt [JOB…]
 
-Runs the job (else `gemmtune.llama --te`, 50 steps), with torch's deterministic algorithms and
-NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, plainly twice, under the interposer while it
+Runs the job (else `gemmtune.llama --te`, 50 steps), with torch's deterministic algorithms,
+attention by plain mathematics and NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, plainly twice, under the interposer while it
 records and applies nothing, with a table of the defaults of its own cublasLtMatmul calls, and with
 that table made to look as of another library build; the last also with --strict.
 Exits with 1 where losses differ although the two plain runs agree.
@@ -26,6 +26,8 @@ JOB = ["--te", "--model", "llama3-8b", "--layers", "2", "--batch", "1", "--seq",
 DETERMINISTIC = """
 import runpy, torch
 torch.use_deterministic_algorithms(True, warn_only=True)
+for kind in ("flash", "mem_efficient", "cudnn"):  # whose backward is not
+    getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
 runpy.run_module("gemmtune.llama", run_name="__main__", alter_sys=True)
 """
 GEMMTUNE = [sys.executable, "-m", "gemmtune"]
