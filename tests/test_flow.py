@@ -129,7 +129,8 @@ def test_a_table_of_another_build_or_gpu_is_left_out_or_refused(job: Job, tuned,
     loud = [line for line in done.stderr.splitlines() if "goes on untuned" in line]
     assert len(loud) == 1 and words in loud[0]
     assert f"0 of {len(tuned.rows)} rows used: {words}" in done.stderr
-    strict = job("run", "--strict", foreign, *alone, code=3)
-    assert "loss" not in strict.stdout and words in strict.stderr
+    for start in ((sys.executable,), tuple(torchrun())):
+        strict = job("run", "--strict", foreign, "--", *start, "train.py", "3", code=3)
+        assert "loss" not in strict.stdout and strict.stderr.count(words) == 1
     replay = job("replay", foreign, *alone, code=3)
     assert "loss" not in replay.stdout and f"cannot be replayed here: {words}" in replay.stderr
