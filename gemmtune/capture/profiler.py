@@ -5,7 +5,9 @@ Runs inside the job, after what capture records, which is not to be disturbed. W
 
 from __future__ import annotations
 
+import atexit
 import gc
+import os
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -48,10 +50,10 @@ class _Step:
         activity = ProfilerActivity.CUDA if self._gpu else ProfilerActivity.CPU
         self._profile = profile(activities=[activity])
         self._profile.start()
-        self._running = True
+        self._runs_in = os.getpid()  # 0 where it does not run any more
 
     def wait(self) -> None:
-        files.at_exit(self._stop)  # of a job that ends in this step
+        atexit.register(self._stop)  # of a job that ends in this step
         self._handle = steps.on_step(self._ended)
         self._began = self._now()
 
@@ -73,8 +75,8 @@ class _Step:
         self._done(found)
 
     def _stop(self) -> None:
-        if self._running:
-            self._running = False
+        if self._runs_in == os.getpid():  # not in what the job forks meanwhile
+            self._runs_in = 0
             self._profile.stop()
 
     def _seen(self, step_us: float) -> dict[str, Any]:
