@@ -3,7 +3,8 @@
 A loop of calls in C, in a process without the interposer (bare) and in one with it: passing
 through, recording, with a table that has a row for the call (hit) or only for others (miss), and
 timing with the fake's events. Prints nanoseconds per call more than the bare one's: the least of
-several runs in turns. A real library's attribute queries cost what they cost there.
+several runs in turns. A real library's attribute queries cost what they cost there: on an NVIDIA
+GPU its own calls are timed too, by tests/gpu/interposer_gpu.py.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def measure(folder: Path) -> None:
 def main() -> None:
     from fakes import fakes
 
+    from gemmtune import machine
     from gemmtune.interposer import build
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,6 +86,12 @@ def main() -> None:
     print(f"{'bare':16}" + "".join(f"{bare[api]:22.0f}" for api in APIS))
     for mode, each in found.items():
         print(f"{mode:16}" + "".join(f"{each[api] - bare[api]:+22.0f}" for api in APIS))
+
+    if [gpu for gpu in machine.gpus() if gpu.vendor == "NVIDIA"]:
+        trial = ROOT / "tests" / "gpu" / "interposer_gpu.py"
+        env = {**os.environ, "LD_PRELOAD": str(build.library())}
+        sys.stdout.flush()
+        subprocess.run([sys.executable, str(trial), "overhead"], env=env, check=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gemmtune.capture.names import clean_name
+from gemmtune.job.names import clean_name
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from gemmtune.capture.names import clean_name
+from gemmtune.job.names import clean_name
 
 COLUMNS = ("name", "class", "input", "local weight", "global weight", "placement", "output")
 NOT_SHARDED = "none"

@@ -19,11 +19,11 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 
-from gemmtune.capture.names import clean_name
 from gemmtune.capture.passes import Forward, match
 from gemmtune.gemm import Gemm
 from gemmtune.job import kernels
 from gemmtune.job.files import complain
+from gemmtune.job.names import clean_name
 
 if TYPE_CHECKING:
     from gemmtune.capture.calls import Calls

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from gemmtune.capture.names import clean_name
 from gemmtune.gemm import FP8_TYPES, Gemm
 from gemmtune.job.after import AfterImport
 from gemmtune.job.files import complain
+from gemmtune.job.names import clean_name
 
 ENTRIES = "transformer_engine.pytorch.cpp_extensions.gemm"
 TYPES = {

@@ -3,7 +3,8 @@
 Runs the job (else `gemmtune.llama --te`, 50 steps), with torch's deterministic algorithms,
 attention by plain mathematics and NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, plainly twice, under the
 interposer while it records and applies nothing, with a table of the defaults of its own
-cublasLtMatmul calls, and with that table made to look as of another library build; the last also with --strict.
+cublasLtMatmul calls, and with that table made to look as of another library build; the last also
+with --strict.
 Exits with 1 where losses differ although the two plain runs agree.
 """
 

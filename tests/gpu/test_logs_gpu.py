@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gemmtune.capture.logs import Reader
 from gemmtune.gemm import Gemm
@@ -34,6 +35,7 @@ torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not (torch.cuda.is_available() and torch.version.cuda), reason="no NVIDIA GPU")
 def test_every_gemm_of_a_job_is_read_from_cublaslts_log(tmp_path: Path) -> None:
     log = tmp_path / "lt.log"
     env = {**os.environ, "CUBLASLT_LOG_LEVEL": "2", "CUBLASLT_LOG_FILE": str(log)}
