@@ -42,9 +42,9 @@ def test_in_a_job(scenario, vendor, folder):
 
 
 SANITIZERS = {
-    "none": ((), (), 10_000),
-    "thread": (("-fsanitize=thread",), ("libtsan.so",), 500),
-    "address": (("-fsanitize=address,undefined",), ("libasan.so", "libubsan.so"), 1000),
+    "none": ((), (), 3000),
+    "thread": (("-fsanitize=thread",), ("libtsan.so",), 200),
+    "address": (("-fsanitize=address,undefined",), ("libasan.so", "libubsan.so"), 400),
 }
 
 

@@ -13,7 +13,7 @@ from gemmtune.replay.decide import ratios
 from gemmtune.replay.plan import COMPARE, Plan, pairs_of
 from gemmtune.stats import bootstrap_interval
 
-RUNS = 400
+RUNS = 200
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
