@@ -9,7 +9,7 @@ export PYTHON
 
 help:
 	@echo "make demo    capture, sweep and replay a tiny Llama on 2 FSDP ranks (under 5 minutes)"
-	@echo "make test    run the tests"
+	@echo "make test    run the tests, two at a time"
 	@echo "make check   lint, types and tests"
 	@echo "make interposer  build the library that jobs on a GPU start with"
 	@echo "make bench   run the benchmarks, tables into results/"
@@ -23,7 +23,7 @@ demo: venv
 	@$(IN_VENV) scripts/demo.sh
 
 test: venv
-	@$(IN_VENV) python -m pytest $(ARGS)
+	@$(IN_VENV) python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: venv
 	@$(IN_VENV) ruff check .
