@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from te_on_cpu import HERE, TeOnCpu, environment
 
+from gemmtune import machine
 from gemmtune.backends import te_call
 from gemmtune.backends.te import PROBES, Te
 from gemmtune.capture import te_saved
@@ -126,3 +127,9 @@ def test_each_process_saves_its_own_table_unless_the_user_has_it_saved(  # type:
     monkeypatch.setenv(te_saved.ALGO_SAVE, "/elsewhere/mine.csv")
     te_saved.save_beside(str(tmp_path))
     assert os.environ[te_saved.ALGO_SAVE] == "/elsewhere/mine.csv"
+
+
+@pytest.mark.skipif(any(g.vendor == "AMD" for g in machine.gpus()), reason="an AMD GPU is here")
+def test_without_an_amd_gpu_the_next_step_is_named() -> None:
+    with pytest.raises(BackendError, match="no AMD GPU is seen here: gemmtune doctor"):
+        Te().know()

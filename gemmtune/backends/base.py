@@ -95,12 +95,16 @@ class Backend(Protocol):
 
 def get(name: str) -> Backend:
     """The backend of that name. Raises UsageError (unknown), BackendError (cannot load)."""
-    try:
-        module, cls = BACKENDS[name].split(":")
-    except KeyError:
-        raise UsageError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}") from None
+    check_name(name)
+    module, cls = BACKENDS[name].split(":")
     backend: Backend = getattr(importlib.import_module(module), cls)()
     return backend
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError where no backend has that name."""
+    if name not in BACKENDS:
+        raise UsageError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
 
 
 def applying(provenance: Mapping[str, Any], named: str | None) -> str:

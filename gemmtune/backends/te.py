@@ -88,6 +88,8 @@ class Te:
     def know(self) -> Known:
         """The dialect, and more, learnt from what TE saves. Raises BackendError."""
         if self.known is None:
+            if self.device != "cpu" and not any(gpu.vendor == "AMD" for gpu in machine.gpus()):
+                raise BackendError("te: no AMD GPU is seen here: gemmtune doctor")
             try:
                 rows, dialect = self._launch(PROBES, {})
             except BackendError:  # of FP8, say, on an older GPU

@@ -139,6 +139,8 @@ def _preload(named: str | None) -> tuple[str, Path] | None:
     """The backend whose library's calls are to be caught, and what catches them."""
     from gemmtune.backends import base
 
+    if named is not None:
+        base.check_name(named)
     try:
         name = named or base.detect()
     except UsageError:  # a GPU that cannot be tuned here can be looked at all the same

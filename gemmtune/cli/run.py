@@ -163,6 +163,7 @@ def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
             text = convert(read_text(path), dialect).text
             path = Path(out) / "tuned.csv"
             path.write_text(text, encoding="utf-8")
+        table = te.read(read_text(path), str(path))  # better now than at the job's first GEMM
         variables, unset = te_variables(path)
         for name in unset:
             os.environ.pop(name, None)
@@ -174,7 +175,7 @@ def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
         except JobError:
             records = []
         saved = [read_text(p) for p in sorted(Path(out).glob(te_saved.FILES))]
-        for line in report(te.read(read_text(path), str(path)), records, saved):
+        for line in report(table, records, saved):
             click.echo(f"gemmtune: {line}", err=True)
     if not records:
         note_elsewhere(job)
