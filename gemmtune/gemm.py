@@ -22,11 +22,13 @@ TYPE_BYTES = {
 }
 FP8_TYPES = ("float8e4m3", "float8e5m2")
 EPILOGUES = ("-", "bias", "geluaux", "geluauxbias", "dgelu", "dgelubgrad", "bgradb")
+UNBIASED = ("-", "geluaux", "dgelu")  # epilogues with neither a bias nor a bias gradient
 COMPUTE_TYPES = ("f32", "f64")
 SINGLE_APIS = ("sgemm", "sgemmstridedbatched")  # of float32 alone
 LIBRARY_APIS = ("lt", "gemmex", "gemmstridedbatchedex", *SINGLE_APIS)
 BATCHED_APIS = ("bmm", "baddbmm", "gemmstridedbatchedex", "sgemmstridedbatched")
 PASSES = ("fprop", "dgrad", "wgrad", "other")
+LAYOUT_PASSES = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}  # of a linear layer, before FP8
 
 
 class Gemm(NamedTuple):
@@ -103,6 +105,16 @@ class Gemm(NamedTuple):
             )
         )
         return f"{self.m}x{self.n}x{self.k} {self.trans_a}{self.trans_b} {types}{extra}"
+
+
+def epilogue(bias: bool, gelu: bool, grad: bool) -> str:
+    """The epilogue of a call by what Transformer Engine says of it."""
+    return {
+        (False, False): "-",
+        (True, False): "bgradb" if grad else "bias",
+        (False, True): "dgelu" if grad else "geluaux",
+        (True, True): "dgelubgrad" if grad else "geluauxbias",
+    }[bias, gelu]
 
 
 KEY = Gemm._fields

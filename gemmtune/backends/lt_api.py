@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from gemmtune.backends.base import Operands
 from gemmtune.errors import BackendError
-from gemmtune.gemm import Gemm
+from gemmtune.gemm import UNBIASED, Gemm
 
 Config = dict[str, int]  # an algorithm's settings by their names in Vendor.config, the id first
 
@@ -219,7 +219,7 @@ class Problem:
         self._d = self._layout(d, g.m, g.n, "N", g.ldd, g.stride_d)
         self.layouts = tuple(x.value for x in (self._a, self._b, self._d, self._d))
         placed = Pointers(
-            bias=somewhere * (g.epi not in ("-", "geluaux", "dgelu")),
+            bias=somewhere * (g.epi not in UNBIASED),
             gelu_in=somewhere * ("gelu" in g.epi),
             a_scale=somewhere * g.fp8,
             b_scale=somewhere * g.fp8,

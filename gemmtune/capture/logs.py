@@ -16,7 +16,7 @@ from gemmtune.capture import nvte, trace
 from gemmtune.dialects import hipblaslt, override, te, tunableop
 from gemmtune.dialects.convert import tuned_of
 from gemmtune.errors import UsageError
-from gemmtune.gemm import Gemm
+from gemmtune.gemm import LAYOUT_PASSES, Gemm
 from gemmtune.table import LARGEST, Shape
 
 KINDS = (
@@ -243,8 +243,7 @@ def pass_of(gemm: Gemm, dense: bool = False) -> str:
     if gemm.epi in by_epilogue:
         return by_epilogue[gemm.epi]
     if dense and not gemm.fp8:
-        layouts = {"TN": "fprop", "NN": "dgrad", "NT": "wgrad"}
-        return layouts.get(gemm.trans_a + gemm.trans_b, "other")
+        return LAYOUT_PASSES.get(gemm.trans_a + gemm.trans_b, "other")
     return "other"
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from gemmtune.dialects import hipblaslt
-from gemmtune.gemm import FP8_TYPES, Gemm
+from gemmtune.gemm import FP8_TYPES, Gemm, epilogue
 
 _LINE = re.compile(r"\bm=\d+ +k=\d+ +n=\d+ +transa=")
 _FIELD = re.compile(r"(\w+)=(\S*)")
@@ -96,17 +96,6 @@ def gemm(line: Mapping[str, str], possible: Sequence[str]) -> Gemm:
         raise ValueError(f"transposes of {trans_a!r} and {trans_b!r}")
     rows = hipblaslt.stored(m, n, k, trans_a, trans_b)
     bias, gelu, grad = (_number(line, name, 0) for name in ("bias", "gelu", "grad"))
-    epi = {
-        (0, 0, 0): "-",
-        (1, 0, 0): "bias",
-        (1, 0, 1): "bgradb",
-        (0, 1, 0): "geluaux",
-        (1, 1, 0): "geluauxbias",
-        (0, 1, 1): "dgelu",
-        (1, 1, 1): "dgelubgrad",
-    }.get((bias, gelu, grad if bias or gelu else 0))
-    if epi is None:
-        raise ValueError(f"bias={bias} gelu={gelu} grad={grad}")
     mode = line.get("scale_mode", "tensor")
     if mode not in _SCALE_MODES:
         raise ValueError(f"scale_mode {mode!r}")
@@ -124,7 +113,7 @@ def gemm(line: Mapping[str, str], possible: Sequence[str]) -> Gemm:
             lda=rows[0][0],
             ldb=rows[1][0],
             ldd=m,
-            epi=epi,
+            epi=epilogue(bool(bias), bool(gelu), bool(grad)),
             beta=_number(line, "accumulate"),
             scale_mode=_SCALE_MODES[mode] if a in FP8_TYPES else 0,
             api="lt",

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from gemmtune.dialects import hipblaslt
-from gemmtune.gemm import COMPUTE_TYPES, FP8_TYPES, Gemm
+from gemmtune.gemm import COMPUTE_TYPES, FP8_TYPES, UNBIASED, Gemm
 
 _START = re.compile(r"\[Trace\]\s*\[(cublasLt[A-Z]*Matmul|rocblaslt_matmul)\]\s*(.*)", re.DOTALL)
 _FIELD = re.compile(r"\s*(\w+)=(\[[^][]*\]|[^\s=]*)(?=\s|$)")
@@ -127,7 +127,7 @@ def _gemm(function: str, fields: Mapping[str, str]) -> Gemm:
     fp8 = a.kind in FP8_TYPES or b.kind in FP8_TYPES
     # cublasLt.h: unset it is the type of D, or of C where D is FP8.
     unset = c.kind if d.kind in FP8_TYPES else d.kind
-    biased = epi not in ("-", "geluaux", "dgelu")
+    biased = epi not in UNBIASED
     modes = {_scale_mode(desc.get(f"{x}ScaleMode", "SCALAR_32F")) for x in "ab"} if fp8 else {0}
     if len(modes) > 1:
         raise ValueError("other scale modes for A and B")

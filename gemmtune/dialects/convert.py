@@ -26,7 +26,7 @@ from gemmtune.dialects import (
 )
 from gemmtune.dialects.finding import ERROR, WARNING, Finding
 from gemmtune.errors import Incompatible, TableError, UsageError
-from gemmtune.gemm import Algo, Gemm
+from gemmtune.gemm import UNBIASED, Algo, Gemm
 from gemmtune.table import (
     COLUMNS,
     PROVENANCE,
@@ -235,7 +235,7 @@ def tuned_of(row: te.Row) -> Tuned:
     if row.aux_type != "-":
         raise ValueError(f"a gemmtune table has no aux_type, and this row's is {row.aux_type}")
     # float32 is TE's word for no bias at all; any other type is the job's and is kept.
-    bias = row.epi not in ("-", "geluaux", "dgelu")
+    bias = row.epi not in UNBIASED
     gemm = Gemm(
         *(row.m, row.n, row.k, row.trans_a, row.trans_b, row.type_a, row.type_b, row.type_d),
         bias_type="-" if row.bias_type == "float32" and not bias else row.bias_type,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from gemmtune.gemm import Gemm
+from gemmtune.gemm import UNBIASED, Gemm
 from gemmtune.table import LARGEST
 
 # hipblaslt_datatype2string.hpp and auxiliary.hpp; FNUZ types are FP8 as gfx942 has it.
@@ -151,7 +151,7 @@ def gemm(fields: Mapping[str, str], api: str = "lt") -> Gemm:
         return number(name, dense) if batch > 1 else 0
 
     epi = _epilogue(fields)
-    biased = epi not in ("-", "geluaux", "dgelu")
+    biased = epi not in UNBIASED
     return sound(
         Gemm(
             m=m,

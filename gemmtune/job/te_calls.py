@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from gemmtune.gemm import FP8_TYPES, Gemm
+from gemmtune.gemm import FP8_TYPES, LAYOUT_PASSES, Gemm, epilogue
 from gemmtune.job.after import AfterImport
 from gemmtune.job.files import complain
 from gemmtune.job.names import clean_name
@@ -30,7 +30,6 @@ TYPES = {
     "kFloat8E4M3": "float8e4m3",
     "kFloat8E5M2": "float8e5m2",
 }
-PASSES = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
 MOST_NODES = 1 << 16  # forwards that are remembered for their backward
 _CALL_IMPL = Module._call_impl.__code__
 
@@ -130,7 +129,7 @@ def _general(
         *(sizes, (transa, transb), (*types, type_d), side, gelu, grad, accumulate),
         *(split, ws_bytes, mx),
     )
-    return gemm, PASSES.get((transa, transb), "other")
+    return gemm, _pass(transa, transb)
 
 
 def _first(
@@ -165,7 +164,7 @@ def _first(
         *(sizes, (transa, transb), types, side, bool(gelu.numel()), grad, accumulate),
         *(split, ws_bytes, False),
     )
-    name = PASSES.get((transa, transb), "other")
+    name = _pass(transa, transb)
     if gemm.fp8 and _in_backward() and types[1] == "float8e5m2":
         # Of a GEMM's three FP8 tensors the inputs come first, then the weights (FP8FwdTensors).
         name = "dgrad" if int(a_index) % 3 == 1 else "wgrad"
@@ -188,15 +187,10 @@ def _gemm(
     fp8 = types[0] in FP8_TYPES or types[1] in FP8_TYPES
     if fp8 and not mx and not _any_layout():
         trans = True, False  # over transposed copies
-    epi = {
-        (False, False): "-",
-        (True, False): "bgradb" if grad else "bias",
-        (False, True): "dgelu" if grad else "geluaux",
-        (True, True): "dgelubgrad" if grad else "geluauxbias",
-    }[side != "-", gelu]
     return Gemm(
         *(m, n, k, "NT"[trans[0]], "NT"[trans[1]], *types, side),
-        *(k if trans[0] else m, n if trans[1] else k, m, epi),
+        *(k if trans[0] else m, n if trans[1] else k, m),
+        epi=epilogue(side != "-", gelu, grad),
         beta=int(accumulate),
         # AMD's library has no such mode.
         fast_accum=int(fp8 and not split and torch.version.hip is None),
@@ -231,6 +225,10 @@ def _type(t: Any) -> str:
     if hasattr(t, "_fp8_dtype"):
         return TYPES[t._fp8_dtype.name]
     return str(t.dtype).removeprefix("torch.")
+
+
+def _pass(transa: bool, transb: bool) -> str:
+    return LAYOUT_PASSES.get("NT"[transa] + "NT"[transb], "other")
 
 
 def _in_backward() -> bool:
