@@ -90,12 +90,12 @@ def gemm(line: Mapping[str, str], possible: Sequence[str]) -> Gemm:
     if len(readings) > 1:
         raise ValueError("its types' numbers mean others in TE 1 and 2, and no line tells which")
     a, b, d = readings.pop()
-    m, n, k = (_number(line, name) for name in "mnk")
+    m, n, k = (hipblaslt.number(line, name) for name in "mnk")
     trans_a, trans_b = line.get("transa", ""), line.get("transb", "")
     if not {trans_a, trans_b} <= {"N", "T"}:
         raise ValueError(f"transposes of {trans_a!r} and {trans_b!r}")
     rows = hipblaslt.stored(m, n, k, trans_a, trans_b)
-    bias, gelu, grad = (_number(line, name, 0) for name in ("bias", "gelu", "grad"))
+    bias, gelu, grad = (_flag(line, name, 0) for name in ("bias", "gelu", "grad"))
     mode = line.get("scale_mode", "tensor")
     if mode not in _SCALE_MODES:
         raise ValueError(f"scale_mode {mode!r}")
@@ -114,7 +114,7 @@ def gemm(line: Mapping[str, str], possible: Sequence[str]) -> Gemm:
             ldb=rows[1][0],
             ldd=m,
             epi=epilogue(bool(bias), bool(gelu), bool(grad)),
-            beta=_number(line, "accumulate"),
+            beta=_flag(line, "accumulate"),
             scale_mode=_SCALE_MODES[mode] if a in FP8_TYPES else 0,
             api="lt",
         )
@@ -131,12 +131,8 @@ def _bias_type(line: Mapping[str, str], d: str, numbering: str) -> str:
     return kind
 
 
-def _number(line: Mapping[str, str], name: str, unset: int | None = None) -> int:
-    text = line.get(name)
-    if text is None and unset is not None:
-        return unset
-    if text is None or not re.fullmatch("[0-9]{1,18}", text):
-        raise ValueError(f"{name} is {text!r}" if text else f"no {name}")
-    if (unset is not None or name == "accumulate") and text not in ("0", "1"):
-        raise ValueError(f"{name} is {text!r}")
-    return int(text)
+def _flag(line: Mapping[str, str], name: str, unset: int | None = None) -> int:
+    value = hipblaslt.number(line, name, unset)
+    if line.get(name) not in (None, "0", "1"):
+        raise ValueError(f"{name} is {line[name]!r}")
+    return value

@@ -89,9 +89,11 @@ class _Matrix:
             raise ValueError(f"no {name}desc")
         inner = _fields(text[1:-1])
         self.kind = _known(inner, "type", _TYPES)
-        self.rows, self.columns, self.ld = (_number(inner, x) for x in ("rows", "cols", "ld"))
-        self.batch = _number(inner, "batchCount", 1)
-        self.stride = _number(inner, "stridedBatchOffset", 0) if self.batch > 1 else 0
+        self.rows, self.columns, self.ld = (
+            hipblaslt.number(inner, x) for x in ("rows", "cols", "ld")
+        )
+        self.batch = hipblaslt.number(inner, "batchCount", 1)
+        self.stride = hipblaslt.number(inner, "stridedBatchOffset", 0) if self.batch > 1 else 0
         order = inner.get("order", "ORDER_COL").removeprefix("ORDER_")
         if order not in ("COL", "ROW"):
             raise ValueError(f"{name} is stored by ORDER_{order}")
@@ -158,9 +160,9 @@ def _gemm(function: str, fields: Mapping[str, str]) -> Gemm:
             stride_a=a.stride,
             stride_b=b.stride,
             stride_d=d.stride,
-            fast_accum=_number(desc, "fastAccumulationFlag", 0) if fp8 else 0,
+            fast_accum=hipblaslt.number(desc, "fastAccumulationFlag", 0) if fp8 else 0,
             scale_mode=modes.pop(),
-            ws_bytes=_number(fields, "workSpaceSizeInBytes")
+            ws_bytes=hipblaslt.number(fields, "workSpaceSizeInBytes")
             if _pointer(fields.get("workSpace", ""))
             else 0,
             align=_alignment([_pointer(x) for x in given]),
@@ -174,15 +176,6 @@ def _known(fields: Mapping[str, str], name: str, names: Mapping[str, str], unset
     if text not in names:
         raise ValueError(f"{name} {text}: not in a table" if text else f"no {name}")
     return names[text]
-
-
-def _number(fields: Mapping[str, str], name: str, unset: int | None = None) -> int:
-    text = fields.get(name)
-    if text is None and unset is not None:
-        return unset
-    if text is None or not re.fullmatch("[0-9]{1,18}", text):
-        raise ValueError(f"{name} is {text!r}" if text else f"no {name}")
-    return int(text)
 
 
 def _beta(fields: Mapping[str, str]) -> int:

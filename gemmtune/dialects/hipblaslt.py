@@ -127,28 +127,23 @@ def _name(name: str) -> str:
 
 def gemm(fields: Mapping[str, str], api: str = "lt") -> Gemm:
     """The Gemm of the fields. Raises ValueError with what is missing, odd or not in a Gemm."""
-
-    def number(name: str, default: int | None = None) -> int:
-        text = fields.get(name)
-        if text is None and default is not None:
-            return default
-        if text is None or not re.fullmatch("[0-9]{1,18}", text):
-            raise ValueError(f"{name} is {text!r}" if text else f"no {name}")
-        return int(text)
-
-    m, n, k = number("m"), number("n"), number("k")
+    m, n, k = number(fields, "m"), number(fields, "n"), number(fields, "k")
     trans_a, trans_b = (_trans(fields.get(f"trans{x}", "N")) for x in "AB")
     a, b, d = (_type(f"{x}_type", fields.get(f"{x}_type", "")) for x in "abd")
     comp = _COMPUTE.get(fields.get("compute_type", ""))
     if comp is None:
         raise ValueError(f"compute_type {fields.get('compute_type', '')!r}: known are f32_r, f64_r")
     scale = _type("scale_type", fields.get("scale_type", "f64_r" if comp == "f64" else "f32_r"))
-    batch = number("batch_count", 1)
+    batch = number(fields, "batch_count", 1)
     (rows_a, columns_a), (rows_b, columns_b) = stored(m, n, k, trans_a, trans_b)
-    lda, ldb, ldd = number("lda", rows_a), number("ldb", rows_b), number("ldd", m)
+    lda, ldb, ldd = (
+        number(fields, "lda", rows_a),
+        number(fields, "ldb", rows_b),
+        number(fields, "ldd", m),
+    )
 
     def stride(name: str, dense: int) -> int:
-        return number(name, dense) if batch > 1 else 0
+        return number(fields, name, dense) if batch > 1 else 0
 
     epi = _epilogue(fields)
     biased = epi not in UNBIASED
@@ -178,6 +173,16 @@ def gemm(fields: Mapping[str, str], api: str = "lt") -> Gemm:
             api=api,
         )
     )
+
+
+def number(fields: Mapping[str, str], name: str, unset: int | None = None) -> int:
+    """A field that is a whole number; `unset` where it may be left out. Raises ValueError."""
+    text = fields.get(name)
+    if text is None and unset is not None:
+        return unset
+    if text is None or not re.fullmatch("[0-9]{1,18}", text):
+        raise ValueError(f"{name} is {text!r}" if text else f"no {name}")
+    return int(text)
 
 
 def stored(m: int, n: int, k: int, trans_a: str, trans_b: str) -> tuple[tuple[int, int], ...]:
