@@ -12,7 +12,6 @@ import hashlib
 import os
 import shlex
 import shutil
-import subprocess
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -78,13 +77,7 @@ class Extension:
         key = f"{words} {against.stat().st_mtime_ns}".encode() + SOURCE.read_bytes()
 
         def make(out: Path) -> None:
-            done = subprocess.run(
-                [*words, "-o", str(out)], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                lines = [line for line in done.stderr.splitlines() if "error" in line]
-                reason = lines[0] if lines else f"exit code {done.returncode}"
-                raise BackendError(f"{words[0]} cannot build {SOURCE.name}: {reason}")
+            build.compiled([*words, "-o", str(out)], SOURCE.name)
 
         digest = hashlib.sha256(key).hexdigest()[:16]
         return cls(build.cached("hipblaslt_ext", digest, "libhipblaslt_ext.so", make))

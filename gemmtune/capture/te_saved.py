@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from gemmtune.dialects import te
+from gemmtune.dialects.te import ALGO_SAVE
 from gemmtune.errors import GemmtuneError
 from gemmtune.gemm import Gemm
 from gemmtune.textfile import read_text
 
-ALGO_SAVE = "TE_HIPBLASLT_ALGO_SAVE"
 FILES = "te-*.csv"
 
 

@@ -15,14 +15,14 @@ from typing import Any
 import click
 
 from gemmtune.cli.capture import JOB, note_elsewhere
+from gemmtune.dialects import te
+from gemmtune.dialects.te import ALGO_LOAD, ALGO_SAVE
 from gemmtune.errors import JobError, UsageError
 from gemmtune.table import Table, Tuned, parse, read_provenance
 from gemmtune.textfile import read_text
 
 ENTRY = "gemmtune.job.apply:start"
 TE_ENTRY = "gemmtune.job.te_run:start"
-ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
-ALGO_SAVE = "TE_HIPBLASLT_ALGO_SAVE"
 # With these set, Transformer Engine tunes inside the job, or picks another index than the table's.
 TE_TUNING = (
     "TE_HIPBLASLT_TUNING_RUN_COUNT",
@@ -36,8 +36,6 @@ def read_job_table(path: Path | None, command: str) -> tuple[Path, str, Table[Tu
 
     `command` is an example of what was meant, for the message where there is no table.
     """
-    from gemmtune.dialects import te
-
     if path is None:
         raise UsageError(f"no table: write it first, as in: gemmtune {command}")
     if not path.is_file():
@@ -150,7 +148,6 @@ def _settings_differ(made: dict[str, Any]) -> list[str]:
 def _run_te(path: Path, rows: Table[Tuned] | None, job: tuple[str, ...]) -> int:
     """Run a job whose Transformer Engine loads the table, the same file in all ranks."""
     from gemmtune.capture import te_saved
-    from gemmtune.dialects import te
     from gemmtune.dialects.convert import convert, te_made
     from gemmtune.job import launch
     from gemmtune.job.te_coverage import report

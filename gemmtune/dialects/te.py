@@ -17,6 +17,8 @@ from gemmtune.table import Tuned, read_provenance, split_lines
 
 TYPES = ("float32", "float16", "bfloat16", *FP8_TYPES)
 BLANKS = " \t\n\r\f\v"  # what TE strips from a row
+ALGO_LOAD, ALGO_SAVE = "TE_HIPBLASLT_ALGO_LOAD", "TE_HIPBLASLT_ALGO_SAVE"  # TE's variables
+
 _KEY = ("dev_cap", "m", "n", "k", "trans_a", "trans_b", "type_a", "type_b", "type_d", "bias_type")
 _LD = ("lda", "ldb", "ldd")
 _WS = ("ws_min", "ws_max", "algo_id", "aidx")

@@ -92,11 +92,16 @@ def compile_to(out: Path, flags: Sequence[str] = ()) -> None:
     """Compile the library to `out`, with these flags besides. Raises BackendError."""
     sources = sorted(SOURCES.glob("*.c"))
     words = [*compiler(), *FLAGS, *flags, *map(str, sources), "-o", str(out), "-ldl"]
+    compiled(words, "the interposer")
+
+
+def compiled(words: Sequence[str], what: str) -> None:
+    """Run a compiler. Raises BackendError with its first error."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line]
         reason = lines[0] if lines else f"exit code {done.returncode}"
-        raise BackendError(f"{words[0]} cannot build the interposer: {reason}")
+        raise BackendError(f"{words[0]} cannot build {what}: {reason}")
 
 
 def _digest(flags: Sequence[str]) -> str:

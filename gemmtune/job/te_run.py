@@ -23,7 +23,6 @@ from gemmtune.job.te_calls import Call, Hook
 from gemmtune.job.te_coverage import unfit, used
 from gemmtune.textfile import read_text
 
-ALGO_LOAD = "TE_HIPBLASLT_ALGO_LOAD"
 WATCHED = 10  # steps in which the GEMMs are counted: then the job is left alone
 PREFIXES = ("TE_HIPBLASLT_TUNING_", "TE_HIPBLASLT_ALGO_SELECTION")
 
@@ -51,7 +50,7 @@ class _Process:
 
     def _note(self, call: Call, _: None) -> None:
         if not self.about:  # TE has read its variables by now
-            load = os.environ.get(ALGO_LOAD, "")
+            load = os.environ.get(te.ALGO_LOAD, "")
             left = [k for k in os.environ if k.startswith(PREFIXES)]
             self.about = {"load": load, "digest": _digest(load), "left": left}
         self.gemms[call.gemm] += 1

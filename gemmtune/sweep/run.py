@@ -119,8 +119,7 @@ def reanalyse(
             except Diverged:
                 reason = "recorded by another version of gemmtune, which asked otherwise: sweep it"
                 rows[gemm] = failed_rows(gemm, reason)
-        made = write_tables(held, rows, min_gain, candidates_path, tuned_path)
-        rows = settled(made, held, rows)
+        made, rows = write_tables(held, rows, min_gain, candidates_path, tuned_path)
         lines = [line_of(g, held.records[g].calls, held.records[g].share, rows[g]) for g in rows]
         lines.sort(key=lambda line: -line.share)
         names = str(candidates_path), str(tuned_path), str(path)
@@ -138,35 +137,31 @@ def _check_paths(candidates_path: PathLike, tuned_path: PathLike) -> Path:
     return path
 
 
-def settled(
-    made: Mapping[str, Any], held: journal.Held, rows: Mapping[Gemm, Sequence[Candidate]]
-) -> dict[Gemm, list[Candidate]]:
-    """The rows as a table of the sweep's backend can have them."""
-    found = {gemm: list(block) for gemm, block in rows.items()}
-    if made.get("backend") not in base.PREFERRED["AMD"]:
-        return found
-    return agree(found, {gemm: held.records[gemm].calls for gemm in found})
-
-
 def write_tables(
     held: journal.Held,
     rows: Mapping[Gemm, Sequence[Candidate]],
     min_gain: float,
     candidates_path: PathLike,
     tuned_path: PathLike,
-) -> dict[str, Any]:
-    """Write the tables of the Gemms that are done, in the journal's order; their provenance."""
+) -> tuple[dict[str, Any], dict[Gemm, list[Candidate]]]:
+    """Write the tables of the Gemms that are done, in the journal's order.
+
+    Returns their provenance, and the rows as a table of the sweep's backend can have them.
+    """
     made = {**held.provenance, "min_gain": min_gain}
-    rows = settled(made, held, rows)
-    done = [(record, rows[gemm]) for gemm, record in list(held.records.items()) if gemm in rows]
+    found = {gemm: list(block) for gemm, block in rows.items()}
+    read_by_te = made.get("backend") in base.PREFERRED["AMD"]
+    if read_by_te:
+        found = agree(found, {gemm: held.records[gemm].calls for gemm in found})
+    done = [(record, found[gemm]) for gemm, record in list(held.records.items()) if gemm in found]
     machine_made = held.provenance.get("machine") or {}
     dev_cap = machine_made.get("dev_cap") or 0
     tuned = [row for record, block in done if (row := tuned_row(record, block, dev_cap))]
-    if made.get("backend") in base.PREFERRED["AMD"]:
+    if read_by_te:
         tuned = [te_row(row) for row in tuned]
     table.write(candidates_path, [row for _, block in done for row in block], Candidate, made)
     table.write(tuned_path, tuned, Tuned, made)
-    return made
+    return made, found
 
 
 class _Sweep:
@@ -206,15 +201,13 @@ class _Sweep:
         if todo:
             for note in notes:
                 self._tell(todo, note=note)
-        unswept: dict[Gemm, float] = {}
         waiting = list(todo)
         if len(self.lanes) == 1:
             self._sweep_on(self.backend, waiting, todo)
         else:
             self._sweep_on_all(waiting, todo)
         unswept = {gemm: self.plan.shares[gemm] for gemm in todo}
-        made = self._write(last=True)
-        self.rows = settled(made, self.journal.held, self.rows)
+        made, self.rows = self._write(last=True)
         lines = [self._line(gemm) for gemm in self.plan.gemms if gemm in self.rows]
         beyond = {gemm: self.plan.shares[gemm] for gemm in self.plan.beyond}
         names = str(self.paths[0]), str(self.paths[1]), str(self.journal.path)
@@ -342,7 +335,7 @@ class _Sweep:
     def _line(self, gemm: Gemm) -> Line:
         return line_of(gemm, self.plan.calls[gemm], self.plan.shares[gemm], self.rows[gemm])
 
-    def _write(self, last: bool = False) -> dict[str, Any]:
+    def _write(self, last: bool = False) -> tuple[dict[str, Any], dict[Gemm, list[Candidate]]]:
         """Write the tables. Into a pipe or a device nothing can be written twice."""
         self.journal.sync()
         candidates, tuned = self.paths
