@@ -24,11 +24,7 @@ NAME_WIDTH = 72  # characters of a kernel's name that are shown
 
 OPTIMIZER = "Class name of the optimizer whose steps count, where a job has several: AdamW."
 JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…")
-
-
-@click.command(epilog="Example:  gemmtune capture -o shapes.csv -- python train.py --lr 1e-4")
-@JOB
-@click.option(
+OUTPUT = click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -36,6 +32,11 @@ JOB = click.argument("job", nargs=-1, type=click.UNPROCESSED, metavar="-- JOB…
     show_default=True,
     help="Table to write.",
 )
+
+
+@click.command(epilog="Example:  gemmtune capture -o shapes.csv -- python train.py --lr 1e-4")
+@JOB
+@OUTPUT
 @click.option(
     "--steps",
     type=click.IntRange(1),

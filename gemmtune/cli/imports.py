@@ -9,19 +9,13 @@ import click
 
 from gemmtune import __version__, table, textfile
 from gemmtune.capture.logs import KINDS, Reader
+from gemmtune.cli.capture import OUTPUT
 from gemmtune.table import Shape
 
 
 @click.command("import", epilog="Example:  gemmtune import hipblaslt.log -o shapes.csv --steps 10")
 @click.argument("logs", nargs=-1, required=True, metavar="LOG...")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("shapes.csv"),
-    show_default=True,
-    help="Table to write.",
-)
+@OUTPUT
 @click.option(
     "--steps",
     type=click.IntRange(1),
