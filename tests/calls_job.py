@@ -45,8 +45,8 @@ class Recording:
         self.calls = Calls(job.interposer, timed)
         self.torch, self.te = Recorder(self.calls), TeRecorder(self.calls)
 
-    def claim(self, name: str, began: int) -> None:
-        self.te._claim(Call(gemm(), name, 0, ""), began)
+    def claim(self, name: str, began: int, asked: Gemm | None = None) -> None:
+        self.te._claim(Call(asked or gemm(), name, 0, ""), began)
 
     def rows(self) -> Rows:
         return self.calls.complete(self.torch.rows() + self.te.rows())
@@ -100,6 +100,20 @@ def claimed_and_unclaimed_calls_are_the_librarys_count(job: Job) -> None:
     assert {r["default"] for r in rows_of(rows, gemm())} == {algo().config}
     assert {r["time_s"] for r in rows} == {0.0} and recorder.untranslated() == {}
     assert counts(recorder.rows(), "pass") == counts(rows, "pass")  # asked twice, counted once
+
+
+def what_te_was_asked_for_is_compared_with_the_librarys_calls(job: Job) -> None:
+    with recording(job) as recorder:
+        for asked, times in ((gemm(), 3), (gemm(align=0, ws_bytes=0), 2), (gemm(n=8, beta=1), 4)):
+            began = recorder.calls.begin()
+            job.run(spec(), times)
+            recorder.claim("fprop", began, asked)
+        recorder.claim("dgrad", recorder.calls.begin())
+        job.run(spec(), 5)  # nobody's
+    recorder.rows()
+    named = "8x8x32 TN float32 +C -> 8x16x32 TN float32 (n, beta)"
+    differ = {named: 4, "a GEMM -> no call of the library": 1}
+    assert recorder.te.compared() == {"agree": 5, "differ": differ}
 
 
 def a_call_has_the_mean_time_of_those_that_completed(job: Job) -> None:
@@ -242,6 +256,7 @@ def transformer_engines_gemms_have_their_pass_and_module(job: Job) -> None:
     first = {r["pass"]: tuple(r["gemm"][:3]) for r in on_library if r["site"] == "first"}
     assert first == PASSES
     assert {r["default"] for r in on_library} == {algo().config}
+    assert recorder.te.compared() == {"agree": 12, "differ": {}}
 
 
 def a_recomputed_forward_is_marked(job: Job) -> None:

@@ -115,6 +115,9 @@ def test_throughput_is_worked_out_from_the_timed_steps():
     assert f["tflops_per_gpu"] == pytest.approx(tokens * 57_914_449_920 / 1e12)
     assert f["mfu"] == pytest.approx(f["tflops_per_gpu"] / 1978.9)
     assert "28.8% of 1,978.9 TFLOP/s (FP8, dense)" in text(f, "GPU")
+    plain = Options("llama3-8b", fsdp="none", precision="pure", te=True, no_fp8=True)
+    f = summarise(plain, "NVIDIA H200", 1, [1.0], [1e3], 0)
+    assert f["peak_tflops"] == 989.4 and "precision pure + TE bf16," in text(f, "GPU")
     bf16 = summarise(Options("llama3-8b", precision="pure"), "NVIDIA H200", 1, [1.0], [1e3], 0)
     assert bf16["peak_tflops"] == 989.4
     fp32 = summarise(Options("llama3-8b", precision="fp32"), "NVIDIA H200", 1, [1.0], [1e3], 0)
@@ -130,6 +133,7 @@ def test_throughput_is_worked_out_from_the_timed_steps():
         ("--lr nan", "'nan' is not a number of 0 or more"),
         ("--what", "unrecognized arguments: --what"),
         ("--fuse-wgrad", "add --te"),
+        ("--no-fp8", "add --te"),
         ("--te --fuse-wgrad --fsdp 2", "take --fsdp none"),
         ("--te --precision fp32", "take --precision pure or default"),
         ("--te --compile", "leave --compile out"),

@@ -105,6 +105,16 @@ def test_capture_has_every_gemm_with_its_pass_and_module_as_often_as_te_ran_it(f
     assert "own table" not in flow.captured  # the two sources agree
 
 
+def test_an_fp8_job_is_captured_with_the_keys_that_te_itself_saves(tmp_path: Path) -> None:
+    work = Work(tmp_path, plant=[])
+    said = work.gemmtune("capture", "--", *work.job("4", "fp8"))
+    assert "own table" not in said
+    rows = table.read(tmp_path / "shapes.csv", Shape).rows
+    wgrad = [r.gemm for r in rows if r.gemm.type_b == "float8e5m2" and r.pass_ == "wgrad"]
+    assert sorted(g[:3] for g in wgrad) == [(32, 64, 48), (64, 32, 48)]
+    assert len(rows) == 6 and all(r.gemm.trans_a + r.gemm.trans_b == "TN" for r in rows)
+
+
 def test_sweep_takes_the_planted_winner_and_refuses_the_tuners_nan(flow) -> None:  # type: ignore[no-untyped-def]
     tuned = table.read(flow.folder / "tuned.csv", Tuned)
     assert [row.algo.config for row in tuned.rows] == ["rank=7"] * TOP

@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+from gemmtune.gemm import Gemm
 from gemmtune.interposer import client
 
 UNSPELLED = "calls of the library that no table can spell"
@@ -36,6 +37,11 @@ class Calls:
         self._lock = threading.Lock()  # the parent's may be held by a thread that it alone has
         self._found: dict[int, client.Record] = {}
         self._before = self._unseen()
+
+    def gemm(self, number: int) -> Gemm | None:
+        """That of an id, where a table can spell it and rows were made since it was launched."""
+        record = self._found.get(number)
+        return None if record is None else record.gemm
 
     def untranslated(self) -> dict[str, int]:
         """Calls that were seen, and are no Gemm of a table."""

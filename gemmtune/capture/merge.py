@@ -88,6 +88,7 @@ def _remarks(ranks: Sequence[Mapping[str, Any]], rows: Sequence[Shape]) -> list[
     if untranslated:
         named = ", ".join(f"{op} {count}x" for op, count in sorted(untranslated.items()))
         remarks.append(f"matrix products that are no GEMM of a table, left out: {named}")
+    remarks += _te([r["te"] for r in ranks])
     kinds = {name for r in ranks for name in r["optimizers"]}
     calls = max((sum(r["optimizers"].values()) for r in ranks), default=0)
     seen = max((r["waited"] + len(r["step_s"]) for r in ranks), default=0)
@@ -107,3 +108,21 @@ def _remarks(ranks: Sequence[Mapping[str, Any]], rows: Sequence[Shape]) -> list[
     if any(not r["step_s"] for r in ranks):
         remarks.append("the job ended inside the first recorded step: counts are of a part of it")
     return remarks
+
+
+def _te(compared: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether Transformer Engine's calls, as it was asked for them, are those of the library."""
+    agree = sum(c.get("agree", 0) for c in compared)
+    differ: Counter[str] = Counter()
+    for one in compared:
+        differ.update(one.get("differ", {}))
+    if not differ and not agree:
+        return []
+    total = agree + differ.total()
+    said = f"Transformer Engine was asked for {total} GEMMs, and the library for the same ones"
+    if not differ:
+        return [said]
+    named = ", ".join(f"{text} {count}x" for text, count in sorted(differ.items()))
+    return [
+        f"{said}, but for {differ.total()}: {named}. The table has the library's; please report it"
+    ]

@@ -176,6 +176,7 @@ class Session:
                 {
                     "rows": self._rows(),
                     "untranslated": {k: v for r in recorders for k, v in r.untranslated().items()},
+                    "te": self.te.compared() if self.te is not None else {},
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": self.optimizers or steps.optimizers(),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from gemmtune.job.te_calls import Call, Hook
+from gemmtune.job.te_calls import TOLD, Call, Hook
 
 if TYPE_CHECKING:
     from gemmtune.capture.calls import Calls
@@ -20,6 +21,7 @@ class TeRecorder:
         self.step = 0
         self._seen: dict[tuple[int, Call], list[int]] = {}  # calls, and the first step
         self._calls = calls
+        self._silent = 0  # GEMMs that TE was asked for and the library was not
         self._hook = Hook(self._note) if calls is None else Hook(self._claim, calls.begin)
 
     def _note(self, call: Call, _: None) -> None:
@@ -27,7 +29,10 @@ class TeRecorder:
 
     def _claim(self, call: Call, began: int) -> None:
         assert self._calls is not None
-        for number in self._calls.since(began):
+        launched = self._calls.since(began)
+        if not launched:
+            self._silent += 1
+        for number in launched:
             self._seen.setdefault((number, call), [0, self.step])[0] += 1
 
     def remove(self) -> None:
@@ -36,6 +41,7 @@ class TeRecorder:
     def forget(self) -> None:
         """In a forked child: what the parent saw is not the child's."""
         self._seen.clear()
+        self._silent = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """As those of ops.Recorder; a GPU's times are not known here."""
@@ -50,6 +56,20 @@ class TeRecorder:
             }
             for (number, call), (calls, step) in list(self._seen.items())
         ]
+
+    def compared(self) -> dict[str, Any]:
+        """Calls for which the library was given the GEMM that TE was asked for, and the others."""
+        agree, differ = 0, Counter({"a GEMM -> no call of the library": self._silent})
+        for (number, call), (calls, _) in list(self._seen.items()):
+            given = self._calls.gemm(number) if self._calls is not None else None
+            if given is None:
+                continue
+            other = [name for name in TOLD if getattr(call.gemm, name) != getattr(given, name)]
+            if other:
+                differ[f"{call.gemm} -> {given} ({', '.join(other)})"] += calls
+            else:
+                agree += calls
+        return {"agree": agree, "differ": dict(+differ)}
 
     def untranslated(self) -> dict[str, int]:
         return {"Transformer Engine's GEMM": self._hook.failed} if self._hook.failed else {}

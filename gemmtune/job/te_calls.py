@@ -34,6 +34,13 @@ MOST_NODES = 1 << 16  # forwards that are remembered for their backward
 _CALL_IMPL = Module._call_impl.__code__
 
 
+# What TE's Python decides of a key. Workspace and alignment are left to its C++.
+TOLD = (
+    *("m", "n", "k", "trans_a", "trans_b", "type_a", "type_b", "type_d", "lda", "ldb", "ldd"),
+    *("epi", "beta", "fast_accum"),
+)
+
+
 class Call(NamedTuple):
     """One GEMM. `recompute` is 1 for a forward repeated by activation checkpointing."""
 
@@ -217,6 +224,10 @@ def _sizes(
 
 def _shape(t: Any) -> tuple[int, int]:
     """Rows and columns; all dimensions but the last are rows."""
+    if hasattr(t, "_transpose") and t._data is None:
+        # Float8TensorStorage.size() takes such a copy, (columns, *rows), for one of two dimensions.
+        columns, *rows = t._transpose.shape
+        return prod(rows), int(columns)
     shape = t.shape if hasattr(t, "shape") else t.size()
     return prod(shape[:-1]), int(shape[-1])
 

@@ -23,7 +23,7 @@ def step_work(options: Options, device_name: str) -> Work:
     config = options.config
     tokens = options.tokens * options.accumulate
     peak = find_peak(device_name) if options.precision != "fp32" else None
-    rate = None if peak is None else peak.fp8 if options.te else peak.bf16
+    rate = None if peak is None else peak.fp8 if options.fp8 else peak.bf16
     flops = tokens * config.flops_per_token(config.seq)
     return Work(tokens, flops, None if rate is None else rate * 1e12)
 
@@ -56,7 +56,8 @@ def summarise(
         "world": world,
         "fsdp": options.fsdp,
         "precision": options.precision,
-        "te_fp8": options.te,
+        "te": options.te,
+        "te_fp8": options.fp8,
         "checkpoint": options.checkpoint,
         "batch": options.batch,
         "seq": config.seq,
@@ -80,6 +81,7 @@ def text(figures: dict[str, Any], unit: str) -> str:
     size = f["params"] / 1e6
     params = f"{size:,.3g} million" if size < 1e3 else f"{size / 1e3:,.3g} billion"
     kind = "FP8" if f["te_fp8"] else "bf16"
+    engine = f" + TE {kind}" if f["te"] else ""
     mfu = (
         "n/a (no peak rate for this device)"
         if f["mfu"] is None
@@ -88,7 +90,7 @@ def text(figures: dict[str, Any], unit: str) -> str:
     rows = {
         "model": f"{f['model']}, {f['layers']} layers, {params} parameters",
         "run": f"{f['world']} x {f['device']}, FSDP {f['fsdp']}, "
-        f"precision {f['precision']}{' + TE FP8' if f['te_fp8'] else ''}, "
+        f"precision {f['precision']}{engine}, "
         f"checkpoint {f['checkpoint']}",
         "step": f"{statistics.median(f['step_ms']):,.1f} ms (median of {len(f['step_ms'])}), "
         f"batch {f['batch']} x {f['seq']} tokens x {f['accumulate']} accumulated",

@@ -39,6 +39,7 @@ class Options:
     checkpoint: str = "none"
     compile: bool = False
     te: bool = False
+    no_fp8: bool = False
     fuse_wgrad: bool = False
     device: str = "auto"
     json: str | None = None
@@ -48,6 +49,10 @@ class Options:
         """The model's dimensions, with --layers and --seq applied."""
         config = MODELS[self.model]
         return replace(config, layers=self.layers or config.layers, seq=self.seq or config.seq)
+
+    @property
+    def fp8(self) -> bool:
+        return self.te and not self.no_fp8
 
     @property
     def tokens(self) -> int:
@@ -95,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     model = p.add_argument_group("model")
     model.add_argument("--model", choices=list(MODELS), default=default.model)
     model.add_argument("--layers", type=_at_least(1), metavar="N", help="blocks, for a proxy")
-    model.add_argument("--te", action="store_true", help="Transformer Engine layers in FP8")
+    model.add_argument("--te", action="store_true", help="Transformer Engine layers, in FP8")
+    model.add_argument("--no-fp8", action="store_true", help="with --te: its layers in bf16")
     model.add_argument(
         "--fuse-wgrad",
         action="store_true",
@@ -178,18 +184,20 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     Raises UsageError, and SystemExit after --help.
     """
     options = Options(**vars(_parser().parse_args(argv)))
-    if options.fuse_wgrad and not options.te:
-        raise UsageError("--fuse-wgrad is Transformer Engine's: add --te")
+    for name in ("no_fp8", "fuse_wgrad"):
+        if getattr(options, name) and not options.te:
+            raise UsageError(f"--{name.replace('_', '-')} is Transformer Engine's: add --te")
     if options.fuse_wgrad and options.fsdp not in (None, "none"):
         raise UsageError("--fuse-wgrad keeps whole weights on one GPU: take --fsdp none")
     if options.te and options.precision == "fp32":
         raise UsageError("--te computes in FP8 and bf16: take --precision pure or default")
     if options.te and options.compile:
         raise UsageError("--te layers are not compiled by torch.compile: leave --compile out")
-    if options.te and options.tokens % FP8_MULTIPLE:
+    if options.fp8 and options.tokens % FP8_MULTIPLE:
         raise UsageError(
             f"--te needs batch x seq to be a multiple of {FP8_MULTIPLE}, and "
-            f"{options.batch} x {options.config.seq} is {options.tokens}: change --batch or --seq"
+            f"{options.batch} x {options.config.seq} is {options.tokens}: change --batch or "
+            "--seq, or add --no-fp8"
         )
     return options
 

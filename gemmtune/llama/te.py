@@ -21,8 +21,8 @@ from gemmtune.errors import UsageError
 AMAX_HISTORY = 16
 
 
-def load() -> Any:
-    """The module transformer_engine.pytorch; UsageError where it or FP8 is not to be had."""
+def load(fp8: bool = False) -> Any:
+    """The module transformer_engine.pytorch; UsageError where it, or `fp8`, is not to be had."""
     try:
         import transformer_engine.pytorch as te
     except (ImportError, OSError, RuntimeError) as e:
@@ -34,9 +34,10 @@ def load() -> Any:
     if not torch.cuda.is_available():
         raise UsageError("--te needs a GPU, and torch sees none here: leave --te out")
     available = getattr(te, "is_fp8_available", None)
-    fp8, reason = available(return_reason=True) if available else (True, "")
-    if not fp8:
-        raise UsageError(f"--te needs a GPU with FP8: {reason}")
+    if fp8 and available:
+        here, reason = available(return_reason=True)
+        if not here:
+            raise UsageError(f"--te needs a GPU with FP8, or --no-fp8 beside it: {reason}")
     return te
 
 

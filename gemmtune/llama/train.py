@@ -102,7 +102,8 @@ class Trainer:
         self.forward: Callable[[], AbstractContextManager[Any]] = nullcontext
         if options.te:
             layers: Any = te.TeLayers(config.norm_eps, options.fuse_wgrad, stored, built_on)
-            self.forward = te.fp8(dist.group.WORLD if sharded else None)
+            if options.fp8:
+                self.forward = te.fp8(dist.group.WORLD if sharded else None)
         else:
             layers = TorchLayers(config.norm_eps, **where)
         core = Llama(config, layers, compute, self._checkpoint(), **where)
@@ -210,8 +211,8 @@ def train(options: Options, rank: Rank, emit: Callable[[str], None]) -> dict[str
     if options.precision is None:
         options = replace(options, precision="default" if device.type == "cuda" else "fp32")
     if options.te:
+        te.load(options.fp8)
         if device.type == "cpu":
-            te.load()
             raise UsageError("--te needs a GPU: leave --te or --device cpu out")
         if options.precision == "fp32":
             raise UsageError("--te computes in FP8 and bf16: take --precision pure or default")

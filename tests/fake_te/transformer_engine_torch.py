@@ -138,7 +138,10 @@ if MADE["te"] == 1:
 
 def _operand(t: Any) -> tuple[torch.Tensor, DType, Any]:
     if hasattr(t, "_fp8_dtype"):
-        return t._data, t._fp8_dtype, t._scale_inv
+        data = t._data
+        if data is None:  # (columns, *rows); the library takes it as it is
+            data = t._transpose.flatten(1).t().contiguous()
+        return data, t._fp8_dtype, t._scale_inv
     return t, OF_TORCH[t.dtype], None
 
 

@@ -1,8 +1,10 @@
-"""Tries the Transformer Engine worker and hook on a real GPU: python tests/gpu/te_gpu.py
+"""Tries the TE worker and hook on a real GPU: python tests/gpu/te_gpu.py [SHAPES.CSV…]
 
 Starts itself with the interposer preloaded. Issues every Gemm of a Llama layer through TE's own
 entry points, and a few steps of TE's layers with the hook in place, and compares both with what the
-interposer saw of the library's calls, key by key and count by count. Prints a table last.
+interposer saw of the library's calls, key by key and count by count. With tables of captured shapes
+it issues those of their Gemms that are the Lt API's instead, and compares the whole keys, workspace
+and alignment with them. Prints a table last; exits with 1 where something differs.
 """
 
 from __future__ import annotations
@@ -17,9 +19,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 TOKENS, HIDDEN, FFN = 512, 1024, 2048
-# Of a key what TE decides. Workspace and alignment are the library's caller's, in C++.
-SAID = ("m", "n", "k", "trans_a", "trans_b", "type_a", "type_b", "type_d", "lda", "ldb", "ldd")
-SAID += ("epi", "beta", "fast_accum")
 
 
 def gemms():
@@ -51,21 +50,36 @@ def gemms():
 
 
 def key(gemm) -> tuple:
-    return tuple(getattr(gemm, name) for name in SAID)
+    from gemmtune.job.te_calls import TOLD
+
+    return tuple(getattr(gemm, name) for name in TOLD)
 
 
-def worker(drain) -> tuple[int, int]:
+def captured(paths):
+    """The Lt API's Gemms of tables of shapes; the others are not TE's."""
+    from gemmtune.table import Shape, read
+
+    found = dict.fromkeys(row.gemm for path in paths for row in read(Path(path), Shape).rows)
+    for gemm in found:
+        if gemm.api == "lt":
+            yield gemm
+        else:
+            print(f"{gemm!s:52} is {gemm.api}, not issued by TE")
+
+
+def worker(drain, gemms, key) -> tuple[int, int]:
     from gemmtune.backends.te_call import Call, unsupported
     from gemmtune.sweep import operands
     from gemmtune.sweep.verify import Checker
 
     right = total = 0
-    for gemm in gemms():
+    for gemm in gemms:
         assert unsupported(gemm) is None, (gemm, unsupported(gemm))
         call, o = Call(gemm), operands.draw(gemm, 0, "cuda")
         drain()
         call.run(call.prepare(o), o)
-        seen = Counter({key(g): n for g, n in drain().items()})
+        launched = drain()
+        seen = Counter({key(g): n for g, n in launched.items()})
         ok = seen == Counter({key(gemm): 1})
 
         def launch(o, call=call):
@@ -75,10 +89,10 @@ def worker(drain) -> tuple[int, int]:
         print(
             f"{gemm!s:52} fast={gemm.fast_accum} {'EQUAL' if ok else 'DIFFERS'} {wrong or 'right'}"
         )
-        for other in seen if not ok else ():
+        for other in launched if not ok else ():
             different = [
                 f"{a}: {x} for {y}"
-                for a, x, y in zip(SAID, other, key(gemm), strict=True)
+                for a, x, y in zip(gemm._fields, other, gemm, strict=True)
                 if x != y
             ]
             print("    launched instead:", ", ".join(different))
@@ -144,7 +158,7 @@ def hook(drain) -> tuple[int, int]:
     return right, total
 
 
-def inside() -> None:
+def inside(paths) -> int:
     import torch
 
     from gemmtune.backends.cublaslt import CublasLt
@@ -159,18 +173,22 @@ def inside() -> None:
             {r.gemm: r.calls for r in interposer.drain() if r.calls and r.gemm.api == "lt"}
         )
 
-    rows = {"worker keys": worker(drain), "hook counts": hook(drain)}
+    if paths:
+        rows = {"worker keys": worker(drain, captured(paths), tuple)}
+    else:
+        rows = {"worker keys": worker(drain, gemms(), key), "hook counts": hook(drain)}
     print("calls that no Gemm has a name for:", interposer.unspelled)
     for name, (right, total) in rows.items():
         print(f"{name:14} {right} of {total}")
+    return int(any(right < total for right, total in rows.values()))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        inside()
+    if sys.argv[1:2] == ["inside"]:
+        sys.exit(inside(sys.argv[2:]))
     else:
         from gemmtune.interposer import build
 
         env = {**os.environ, "LD_PRELOAD": str(build.library())}
-        code = subprocess.run([sys.executable, __file__, "inside"], env=env, check=False).returncode
-        print(f"[exit code {code}]")
+        words = [sys.executable, __file__, "inside", *sys.argv[1:]]
+        sys.exit(subprocess.run(words, env=env, check=False).returncode)

@@ -7,7 +7,7 @@ import transformer_engine_torch as tex
 
 from .. import cpp_extensions
 from ..constants import TE_DType
-from ..tensor.float8_tensor import Float8Tensor
+from ..tensor.float8_tensor import Float8Tensor, Float8TensorStorage
 from .base import get_workspace
 
 STATE = {"fp8": False}
@@ -23,9 +23,22 @@ def autocast(enabled=True, recipe=None, amax_reduction_group=None):
 
 
 def _gemm(
-    a, b, layout, types, index, out=None, accumulate=False, grad=False, bias=None, dtype=None
+    a,
+    b,
+    layout,
+    types,
+    index,
+    out=None,
+    accumulate=False,
+    grad=False,
+    bias=None,
+    dtype=None,
+    rows=(),
 ):
-    """One GEMM, by the entry point of the version; `types`: FP8 types of a and b, or None."""
+    """One GEMM, by the entry point of the version; `types`: FP8 types of a and b, or None.
+
+    `rows` are the dimensions that were flattened into a's rows.
+    """
     dtype = dtype or torch.bfloat16
     if types is None:
         if tex.MADE["te"] == 1:
@@ -45,10 +58,15 @@ def _gemm(
         more = {"out": out, "accumulate": accumulate, "bias": bias, "use_bias": bias is not None}
         parts = (a, scales[0], index, kinds[0], b, scales[1], 0, kinds[1])
         return cpp_extensions.fp8_gemm(*parts, dtype, get_workspace(), **more)[0]
-    operands = (
+    operands = [
         Float8Tensor(shape=t.shape, dtype=dtype, data=t, fp8_scale_inv=s.view(1), fp8_dtype=kind)
         for t, s, kind in ((a, a_scale, kinds[0]), (b, b_scale, kinds[1]))
-    )
+    ]
+    if layout == "NT":  # an activation is kept transposed, by all its dimensions
+        copy = a.t().contiguous().view(-1, *rows)
+        operands[0] = Float8TensorStorage(
+            data_transpose=copy, fp8_scale_inv=a_scale.view(1), fp8_dtype=kinds[0]
+        )
     more = {"out": out, "accumulate": accumulate, "grad": grad, "bias": bias}
     kind = out.dtype if out is not None else dtype
     return cpp_extensions.general_gemm(*operands, out_dtype=kind, layout=layout, **more)[0]
@@ -77,9 +95,9 @@ class _Linear(torch.autograd.Function):
         dy = grad.reshape(-1, grad.shape[-1]).contiguous()
         types = (torch.float8_e4m3fn, torch.float8_e5m2) if ctx.fp8 else None
         dx = _gemm(weight, dy, "NN", types, 1, grad=True, dtype=dy.dtype)
-        more = {}
+        more = {"rows": ctx.shape[:-1]}
         if ctx.fuse:
-            more = {"out": ctx.weight.main_grad, "accumulate": True}
+            more |= {"out": ctx.weight.main_grad, "accumulate": True}
         dw = _gemm(flat, dy, "NT", types, 0, grad=True, dtype=dy.dtype, **more)
         db = dy.sum(0) if ctx.biased else None
         return dx.view(ctx.shape), None if ctx.fuse else dw, db, None
