@@ -125,7 +125,7 @@ def old(monkeypatch, tmp_path) -> FakeHip:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if hipblaslt_ext.missing():
         pytest.skip(hipblaslt_ext.missing())
-    words, made = hipblaslt_ext.compiler(), tmp_path / LIBRARIES["hipblaslt"]
+    words, made = build.cxx(), tmp_path / LIBRARIES["hipblaslt"]
     inner = tmp_path / "fake_hipblaslt.o"
     source = HERE / "fake_hipblaslt.c"
     subprocess.run(["cc", "-std=c11", *FLAGS[:-2], "-fPIC", "-c", source, "-o", inner], check=True)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import shlex
-import shutil
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -23,7 +21,7 @@ from gemmtune.interposer import build
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADER = "hipblaslt/hipblaslt-ext.hpp"
-COMPILERS = ("c++", "g++", "clang++", "hipcc")
+HIPCC = "hipcc"  # takes C++ too
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-D__HIP_PLATFORM_AMD__")
 RTLD_DI_LINKMAP = 2  # dlfcn.h
 
@@ -32,8 +30,8 @@ def missing() -> str:
     """What is missing here to build it; "" where nothing is."""
     if headers() is None:
         return f"no ROCm headers ({HEADER}): apt install hipblaslt-dev, or set ROCM_PATH"
-    if not compiler():
-        return f"no C++ compiler ({', '.join(COMPILERS)}): apt install g++"
+    if not build.cxx(HIPCC):
+        return f"no C++ compiler ({', '.join((*build.CXX_COMPILERS, HIPCC))}): apt install g++"
     return ""
 
 
@@ -42,13 +40,6 @@ def headers() -> Path | None:
     named = [os.environ[name] for name in ("ROCM_PATH", "ROCM_HOME") if os.environ.get(name)]
     folders = (Path(root) / "include" for root in (*named, "/opt/rocm"))
     return next((folder for folder in folders if (folder / HEADER).is_file()), None)
-
-
-def compiler() -> list[str]:
-    """The C++ compiler's words: $CXX, else the first found; none where there is none."""
-    named = shlex.split(os.environ.get("CXX", ""))
-    found = [words for words in ([named] if named else [[c] for c in COMPILERS]) if words]
-    return next((words for words in found if shutil.which(words[0])), [])
 
 
 class Extension:
@@ -73,7 +64,7 @@ class Extension:
         if include is None or missing():
             return None
         against = _path(library.loaded)
-        words = [*compiler(), *FLAGS, f"-I{include}", str(SOURCE), str(against)]
+        words = [*build.cxx(HIPCC), *FLAGS, f"-I{include}", str(SOURCE), str(against)]
         key = f"{words} {against.stat().st_mtime_ns}".encode() + SOURCE.read_bytes()
 
         def make(out: Path) -> None:

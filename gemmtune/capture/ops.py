@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
-from time import perf_counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module
 
+from gemmtune.capture import noting
 from gemmtune.capture.passes import Forward, match
 from gemmtune.gemm import Gemm
 from gemmtune.job import kernels
@@ -34,7 +34,7 @@ next_node = torch._C._autograd._get_sequence_nr
 is_grad_enabled = torch.is_grad_enabled
 _CALL_IMPL = Module._call_impl.__code__
 WITH_C = ("addmm", "baddbmm")  # operators whose first argument is C
-OWN_NODES = ("MmBackward0", "BmmBackward0")  # autograd nodes of one forward product each
+UNNOTED = "products that could not be noted"
 
 
 class Noted(NamedTuple):
@@ -51,7 +51,8 @@ class Noted(NamedTuple):
     node: int  # sequence number of the autograd node, the forward's and its backward's alike
     tracked: bool
     module: int  # id of the innermost module; 0 outside modules
-    caller: type[Any] | None  # class of the backward node
+    caller: str  # class of the backward node; "" in a forward
+    after: int  # calls that `noting` had noted before
 
 
 def _sizes(call: Noted) -> tuple[int, int, int]:
@@ -97,22 +98,37 @@ class Recorder:
         self._owners: dict[int, int] = {}  # a module's id by its parameter's storage
         self._searched: set[int] = set()
         self._recompute = Recompute()
-        how: dict[str, Any] = {"plain": self._plain}
+        how: dict[str, Any] = {}
         if calls is not None:
             how = {"begin": calls.begin, "since": calls.since}
+        self._fast = noting.load() if calls is None else None
+        self._taken = 0  # of its calls, those that are sorted
+        if self._fast is not None:
+            how = {"but": [(op, noting.KEY) for op in noting.OPS]}
+            running = self._recompute.running
+            self._fast.begin(
+                kernels.inside, self._recompute.tasks, running, _CALL_IMPL, self._module
+            )
         self._override = kernels.Override(self._note, others=True, watch=True, **how)
 
     def remove(self) -> None:
         """Leave torch as it was; what was seen stays."""
         self._override.remove()
         self._recompute.remove()
+        if self._fast is not None:
+            self._fast.end()
         self._sort()
+        if self._fast is not None:
+            self._untranslated.update({UNNOTED: self._fast.failed()})
+            self._fast = None
         self._forwards.clear()
         self._modules.clear()
         self._owners.clear()
 
     def next_step(self) -> None:
         self.step += 1
+        if self._fast is not None:
+            self._fast.step(self.step)
 
     def forget(self) -> None:
         """In a forked child: what the parent saw is not the child's, its lock may be held."""
@@ -121,6 +137,9 @@ class Recorder:
         for seen in (self._seen, self._noted, self._forwards, self._untranslated):
             seen.clear()
         self._override.counts.clear()
+        if self._fast is not None:
+            self._fast.forget()
+            self._taken = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """What was seen, as JSON values: a row per Gemm, pass, recompute and site.
@@ -143,80 +162,6 @@ class Recorder:
         self._sort()
         return dict(self._untranslated + self._override.counts)
 
-    def _plain(self, op: str) -> kernels.Native:
-        """The kernel of mm and bmm: `_note` of their two operands, in one piece.
-
-        Between a job's own kernels Python's code and data have left the caches, and every function
-        more that is called costs a microsecond or two.
-        """
-        noted, interned, modules = self._noted.extend, self._interned.setdefault, self._modules
-        tasks, recomputing = self._recompute.tasks, self._recompute.running
-        inside, get_ident, get_frame = kernels.inside, threading.get_ident, sys._getframe
-        single: dict[type | None, bool] = {}
-
-        def kernel(_: bool, call: kernels.Native, __: kernels.Native, x: Tensor, w: Tensor) -> Any:
-            if inside and get_ident() in inside:
-                return call(x, w)
-            began = perf_counter()
-            result = call(x, w)
-            seconds = perf_counter() - began
-            try:
-                node = current_node()
-                if node is None or (tasks and recomputing()):
-                    tracked = is_grad_enabled()
-                    number = next_node() - 1
-                    frame: Any = get_frame(1)
-                    while frame is not None and frame.f_code is not _CALL_IMPL:
-                        frame = frame.f_back
-                    running: Any = frame.f_locals["self"] if frame is not None else None
-                    module = id(running)
-                    if module not in modules or running._modules:
-                        module = self._module(w)
-                    caller, alone = None, tracked
-                else:
-                    tracked, module = False, 0
-                    number = node._sequence_nr()
-                    caller = type(node)
-                    if caller not in single:
-                        single[caller] = caller.__name__ in OWN_NODES
-                    alone = single[caller]
-                shape, other, dtype = x.shape, w.shape, x.dtype
-                # Whose the operands are matters where equal dimensions leave the pass open, or a
-                # node has several forwards. Asking is the dearest part of noting a call.
-                x_storage = w_storage = 0
-                if not alone or other[-1] in shape[-2:] or shape[-1] == shape[-2]:
-                    x_storage, w_storage = x.untyped_storage()._cdata, w.untyped_storage()._cdata
-                signature = op, (shape, x.stride(), dtype), (other, w.stride(), dtype)
-                noted(
-                    (
-                        self.step,
-                        interned(signature, signature),
-                        None,
-                        x_storage,
-                        w_storage,
-                        seconds,
-                        caller is None,
-                        node is not None,
-                        number,
-                        tracked,
-                        module,
-                        caller,
-                    )
-                )
-            except Exception:  # no strides, say: a sparse operand
-                self._note_else(op, (x, w), seconds)
-            return result
-
-        return kernel
-
-    def _note_else(self, op: str, args: tuple[Any, ...], seconds: float) -> None:
-        try:
-            self._note(op, args, {}, seconds)
-        except Exception as error:
-            if op not in self._untranslated:
-                complain(f"recording {op}", error)
-            self._untranslated[op] += 1
-
     def _note(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any], spent: Any) -> None:
         x, w = args[1:3] if op in WITH_C else args[:2]
         gemms = None
@@ -232,24 +177,26 @@ class Recorder:
         signature = self._interned.setdefault(signature, signature)
         if x.is_cpu and not isinstance(spent, float):
             spent = 0.0  # the GPU's library has nothing to do with it
-        self._noted.extend((self.step, signature, gemms, *storages, spent, *self._where(w)))
+        where, after = self._where(w), self._fast.count() if self._fast is not None else 0
+        self._noted.extend((self.step, signature, gemms, *storages, spent, *where, after))
 
     def _where(self, w: Tensor) -> tuple[Any, ...]:
-        """The last six of Noted, for a call that is on the Python stack; `w` is its weight."""
+        """Noted's fields from `forward` to `caller`; `w` is the call's weight."""
         node = current_node()
         if node is None or self._recompute.running():
             # The node that will run backward was made just before the kernel was called. Inside
             # an autograd.Function's forward grad mode is off and the node is the Function's.
             number, tracked = next_node() - 1, is_grad_enabled()
-            return True, node is not None, number, tracked, self._module(w), None
-        return False, True, node._sequence_nr(), False, 0, type(node)
+            module = self._module(w.untyped_storage()._cdata)
+            return True, node is not None, number, tracked, module, ""
+        return False, True, node._sequence_nr(), False, 0, type(node).__name__
 
-    def _module(self, w: Tensor) -> int:
-        """The id of the innermost module that is running, or of w's own; 0 outside modules.
+    def _module(self, storage: int) -> int:
+        """The id of the innermost module that is running, or of its weight's; 0 outside modules.
 
         Read off the Python stack, since module hooks would make torch.compile compile anew.
         """
-        frame = sys._getframe(2)
+        frame: Any = sys._getframe(1)
         inner = outer = None
         while frame is not None:
             if frame.f_code is _CALL_IMPL:
@@ -258,7 +205,7 @@ class Recorder:
                     inner = outer
                     if id(inner) in self._modules:
                         break
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         if inner is None or outer is None:
             return 0
         if id(inner) not in self._modules:
@@ -266,8 +213,7 @@ class Recorder:
             self._roots.append(outer)
         if not inner._modules:
             return id(inner)
-        # Inside a compiled region the module whose parameter w is has no frame.
-        storage = w.untyped_storage()._cdata
+        # Inside a compiled region the module whose parameter the weight is has no frame.
         if storage not in self._owners and id(inner) not in self._searched:
             self._searched.add(id(inner))
             for module in inner.modules():
@@ -283,14 +229,32 @@ class Recorder:
             while self._roots:
                 for name, module in list(self._roots.pop().named_modules()):
                     self._names.setdefault(id(module), clean_name(name) or type(module).__name__)
-            while self._noted:
-                call = Noted(*(self._noted.popleft() for _ in Noted._fields))
+            for call in self._in_order():
                 try:
                     self._count(call)
                 except Exception as error:  # counted all the same, and the others with it
                     self._untranslated[call.signature[0]] += 1
                     if self._untranslated[call.signature[0]] == 1:
                         complain(f"recording {call.signature[0]}", error)
+
+    def _in_order(self) -> Iterator[Noted]:
+        """The noted calls, each once, those of Python's kernels and of `noting` as they came."""
+        fast = deque(self._fast.take()) if self._fast is not None else deque()
+        end = self._taken + len(fast)
+        last = len(Noted._fields) - 1
+        while self._noted and self._noted[last] <= end:
+            while self._taken < self._noted[last]:
+                yield self._spelled(fast.popleft())
+            yield Noted(*(self._noted.popleft() for _ in Noted._fields))
+        while fast:
+            yield self._spelled(fast.popleft())
+
+    def _spelled(self, told: tuple[Any, ...]) -> Noted:
+        """A call as `noting` tells it: its operands are shape, strides and type."""
+        step, op, *operands = told[:4]
+        signature = op, *((torch.Size(shape), *more) for shape, *more in operands)
+        self._taken += 1
+        return Noted(step, signature, None, *told[4:], self._taken)  # type: ignore[call-arg]
 
     def _count(self, call: Noted) -> None:
         if call.step != self._sorted_step:
@@ -331,7 +295,7 @@ class Recorder:
         forwards = self._forwards.get(call.node, ())
         storages = call.x_storage, call.w_storage
         name, forward = match(forwards, *_sizes(call), storages)
-        site = forward.site if forward is not None else getattr(call.caller, "__name__", "")
+        site = forward.site if forward is not None else call.caller
         return name, int(name == "fprop"), site
 
     def _translate(self, call: Noted) -> tuple[Gemm, ...]:

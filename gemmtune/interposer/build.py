@@ -24,6 +24,7 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")
 WARNINGS = ("-Wall", "-Wextra", "-Werror")  # for the tests: a user's compiler may know more of them
 COMPILERS = ("cc", "gcc", "clang")
+CXX_COMPILERS = ("c++", "g++", "clang++")
 NAME = "libgemmtune.so"
 HIP = "-DGEMMTUNE_HIP"  # of hipBLASLt in place of cuBLASLt
 
@@ -38,6 +39,13 @@ def compiler() -> list[str]:
         f"no C compiler for the interposer ({' '.join(named) or ', '.join(COMPILERS)}): install "
         "one, as in: apt install gcc"
     )
+
+
+def cxx(*more: str) -> list[str]:
+    """The C++ compiler's words: $CXX, else the first found; none where there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = [named] if named else [[name] for name in (*CXX_COMPILERS, *more)]
+    return next((words for words in found if shutil.which(words[0])), [])
 
 
 def hip_library() -> Path:

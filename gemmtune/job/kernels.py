@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from functools import partial
 from threading import get_ident
 from time import perf_counter
@@ -76,7 +76,6 @@ OTHER_OPS = (
     "_efficient_attention_forward",
 )
 GROUPED = "_grouped_mm"
-PLAIN = ("mm", "bmm")  # overloads of two operands and nothing else: nearly all calls of a job
 
 
 inside: set[int] = set()  # threads that are handling a GEMM
@@ -105,7 +104,7 @@ class Override:
         handle: Handle | Note,
         others: bool = False,
         watch: bool = False,
-        plain: Callable[[str], Native] | None = None,
+        but: Collection[tuple[str, str]] = (),
         begin: Callable[[], Any] = perf_counter,
         since: Callable[[Any], Any] | None = None,
     ) -> None:
@@ -113,14 +112,14 @@ class Override:
 
         With `watch` the calls go through as they are, and handle(op, args, kwargs, spent) is
         told of each when its kernel has returned; GEMMs inside other GEMMs are not told, and of
-        OTHER_OPS only how often they ran is kept, in `counts`. Those
-        of PLAIN take the kernel that `plain(op)` makes, if given: it does everything itself.
+        OTHER_OPS only how often they ran is kept, in `counts`.
         `spent` is since(begin()), asked before and after the kernel: its seconds by default.
+        `but` names kernels that stay as they are, by overload and dispatch key.
         """
         self.faults = 0
         self.counts: Counter[str] = Counter()
         self._watch = watch
-        self._plain = plain
+        self._but = but
         self._begin, self._since = begin, since or (lambda began: perf_counter() - began)
         self._handle = handle
         self._libraries: dict[str, torch.library.Library] = {}
@@ -149,14 +148,14 @@ class Override:
             kernel = self._handled(op)
         elif op not in GEMM_OPS:
             kernel = self._counted(op)
-        elif self._plain is not None and name in PLAIN:
-            kernel = self._plain(op)
         else:
             kernel = self._watched(op)
         inplace = op in GEMM_OPS and name.endswith("_")
         out = f"{overload[:-1]}.out" if inplace else overload
         keys = _own_kernels(overload)
         for key in keys:
+            if (name, key) in self._but:
+                continue
             natives = native(overload, key), native(out, key)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch tells whoever overrides its kernel
