@@ -20,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gemmtune.capture import noting
 from gemmtune.capture.ops import Recorder
 from gemmtune.capture.session import Session
 from gemmtune.job import steps
@@ -114,6 +115,7 @@ def block(arm: str, step: Callable[[], None]) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
+    noting.library()
     print(f"{'job':24} {'arm':10} {'ms a step (median)':>18} {'ratio to the job alone':>26}")
     for label, step in (
         ("tiny, 160 tokens", reference(160)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sysconfig
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
@@ -36,11 +37,12 @@ def prepare(say: Callable[[str], None]) -> None:
     torch = _torch()
     if torch is None or _made(torch).exists():
         return
-    say("building capture's C++ part, once for this torch: some 15 seconds")
+    if build.cxx():
+        say("building capture's C++ part, once for this torch: some 15 seconds")
     try:
         library()
     except BackendError as error:
-        say(f"{error}; GEMMs are noted in Python, which costs a step of 15 ms some 5 % more")
+        say(f"{error}. Recording works without it, in Python, and costs a short step more")
 
 
 def library() -> Path | None:
@@ -52,20 +54,22 @@ def library() -> Path | None:
     if torch is None:
         return None
     if not build.cxx():
-        raise BackendError(
-            f"no C++ compiler ({', '.join(build.CXX_COMPILERS)}) for capture's C++ part: install "
-            "one, as in: apt install g++"
-        )
-    words = [
+        named = os.environ.get("CXX") or ", ".join(build.CXX_COMPILERS)
+        raise BackendError(f"no C++ compiler ({named}) for capture's C++ part: apt install g++")
+
+    def make(out: Path) -> None:
+        build.compiled([*words(torch), "-o", str(out)], "capture's C++ part")
+
+    return build.cached("noting", _digest(torch), NAME, make)
+
+
+def words(torch: Path) -> list[str]:
+    """The compiler's command line against a torch's folder, without where it writes to."""
+    return [
         *(*build.cxx(), *FLAGS, str(SOURCE)),
         *("-isystem", str(torch / "include"), "-isystem", sysconfig.get_paths()["include"]),
         *(f"-L{torch / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
     ]
-
-    def make(out: Path) -> None:
-        build.compiled([*words, "-o", str(out)], "capture's C++ part")
-
-    return build.cached("noting", _digest(torch), NAME, make)
 
 
 def load() -> Any:

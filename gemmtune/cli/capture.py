@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from gemmtune import __version__, regime, table, textfile
-from gemmtune.capture import merge, te_saved
+from gemmtune.capture import merge, noting, te_saved
 from gemmtune.capture.ceiling import ceiling
 from gemmtune.errors import JobError, UsageError
 from gemmtune.job import launch
@@ -87,6 +87,8 @@ def capture(
     library = _preload(backend)
     options |= {"profile": profile, "time": timed, "backend": library and library[0]}
     textfile.check_writable(output)  # better now than after the job
+    if library is None:
+        noting.prepare(lambda line: click.echo(f"gemmtune: {line}", err=True))
     with tempfile.TemporaryDirectory(prefix="gemmtune-") as out:
         path = library[1] if library else None
         code = launch.run(job, "gemmtune.capture.session:start", options, out, path)
