@@ -183,6 +183,7 @@ def a_forked_child_starts_afresh(job: Job) -> None:
     job.lt.fake_fail(-1)
     tex.product(torch.ones(8, 8), True, torch.ones(8, 8), False)
     recorder.rows()
+    recorder.te.step = recorder.torch.step = 5
     child = os.fork()
     if not child:
         recorder.each("forget")
@@ -194,6 +195,7 @@ def a_forked_child_starts_afresh(job: Job) -> None:
         job.run(spec(), 2)
         found = counts(recorder.rows(), "pass")
         ok = ok and found == {("dgrad",): 1, ("other",): 2}
+        ok = ok and {row["step"] for row in recorder.rows()} == {0}
         os._exit(0 if ok and recorder.untranslated() == {UNSPELLED: 1} else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert counts(recorder.rows(), "pass") == {("fprop",): 1}
@@ -299,6 +301,16 @@ def torchs_operators_are_the_librarys_calls(job: Job) -> None:
     assert {(Gemm(*r["gemm"]).api, r["default"]) for r in rows} == {("gemmex", "")}
     found = {(r["pass"], r["site"]): tuple(r["gemm"][:3]) for r in rows}
     assert found["fprop", "0"] == PASSES["fprop"] and found["dgrad", "2"] == (24, 32, 8)
+
+
+def a_cpus_product_is_torchs_own_with_the_time_that_it_took(job: Job) -> None:
+    with recording(job) as recorder:
+        for _ in range(3):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    (row,) = recorder.torch.rows()
+    assert (Gemm(*row["gemm"]).api, row["calls"]) == ("mm", 3) and 0 < row["time_s"] < 10
+    assert recorder.untranslated() == {}
+    recorder.stop()
 
 
 def an_operator_without_a_call_of_the_library_is_named(job: Job) -> None:

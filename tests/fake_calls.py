@@ -20,6 +20,7 @@ class Spec(ctypes.Structure):
         *((name, c_int32) for name in ("m", "n", "k", "trans_a", "trans_b")),
         *((name, c_int32) for name in ("type_a", "type_b", "type_d", "epi", "bias_type")),
         *((name, c_int32) for name in ("fast", "batch", "lda", "ldb", "ldd", "offset")),
+        ("batch_mode", c_int32),
         ("beta", c_float),
         ("ws_bytes", c_uint64),
         ("settings", c_int32 * 9),

@@ -65,6 +65,7 @@ int cublasLtMatrixLayoutSetAttribute(Layout *l, int attr, const void *buf, size_
     switch (attr) {
     case 5: return take(&l->batch, 4, buf, size);
     case 6: return take(&l->stride, 8, buf, size);
+    case 8: return take(&l->mode, 4, buf, size);
     }
     return INVALID;
 }
@@ -82,6 +83,7 @@ int cublasLtMatrixLayoutGetAttribute(const Layout *l, int attr, void *buf, size_
     case 4: return give(&l->ld, 8, buf, size, written);
     case 5: return give(&l->batch, 4, buf, size, written);
     case 6: return give(&l->stride, 8, buf, size, written);
+    case 8: return give(&l->mode, 4, buf, size, written);
     }
     return INVALID;
 }
@@ -240,6 +242,7 @@ static int shapes_fit(const Desc *d, const Layout *a, const Layout *b, const Lay
     if (am != dd->rows || bn != dd->cols || ak != bk || c->rows != am || c->cols != bn) return INVALID;
     for (int i = 0; i < 4; i++)
         if (all[i]->ld < (int64_t)all[i]->rows || all[i]->batch != dd->batch) return INVALID;
+    if (a->mode || b->mode || c->mode || dd->mode) return NOT_SUPPORTED; /* not made here */
     switch (d->epilogue) {
     case GELU_AUX: case GELU_AUX_BIAS: case DGELU: case DGELU_BGRAD:
         if (d->aux_ld % 8 || d->aux_ld < (int64_t)dd->rows || dd->batch != 1) return INVALID;

@@ -14,7 +14,7 @@ enum { PLAIN = 1, BIAS = 4, GELU_AUX = 160, GELU_AUX_BIAS = 164, DGELU = 192, DG
        BGRADB = 512 };
 enum { MAGIC = 0x17ce11 };
 
-typedef struct { int type; uint64_t rows, cols; int64_t ld, stride; int32_t batch; } Layout;
+typedef struct { int type; uint64_t rows, cols; int64_t ld, stride; int32_t batch, mode; } Layout;
 typedef struct {
     int compute, scale, pointers, op_a, op_b, bias_type;
     uint32_t epilogue;
@@ -75,7 +75,7 @@ int LT(MatrixLayoutCreate)(Layout **out, int type, uint64_t rows, uint64_t cols,
 {
     if (!out || !bytes(type)) return INVALID;
     *out = made(sizeof **out);
-    **out = (Layout){type, rows, cols, ld, 0, 1};
+    **out = (Layout){type, rows, cols, ld, 0, 1, 0};
     return OK;
 }
 

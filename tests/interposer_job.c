@@ -13,6 +13,7 @@
 typedef struct {
     int32_t m, n, k, trans_a, trans_b, type_a, type_b, type_d, epi, bias_type, fast, batch, lda, ldb, ldd;
     int32_t offset; /* of A's address, in bytes */
+    int32_t batch_mode;
     float beta;
     uint64_t ws_bytes;
     int32_t settings[9], api; /* the job's own algorithm, by attributes' numbers; 0 lt, 1, 2 gemmex, 3, 4 sgemm */
@@ -59,6 +60,7 @@ static void *layout(const Spec *s, int type, int rows, int cols, int ld)
     if (LT(MatrixLayoutCreate)(&made, type, (uint64_t)rows, (uint64_t)cols, ld)) abort();
     LT(MatrixLayoutSetAttribute)(made, BATCH, &s->batch, 4);
     LT(MatrixLayoutSetAttribute)(made, STRIDE, &stride, 8);
+    if (s->batch_mode) LT(MatrixLayoutSetAttribute)(made, 8, &s->batch_mode, 4);
     return made;
 }
 

@@ -103,6 +103,14 @@ def every_call_is_counted_with_its_key_and_default(job: Job) -> None:
     assert job.interposer.drain() == []
 
 
+def batches_by_pointers_or_groups_pass_through_and_are_counted_as_no_gemm(job: Job) -> None:
+    for mode in (1, 2):
+        assert job.run(spec(batch=3, batch_mode=mode)) == 15  # the library's own answer
+    assert job.run(spec(batch=3)) == 0
+    assert list(job.seen().values()) == [1]
+    assert job.faults() == {"calls that no table can spell": 2}
+
+
 def fp8_keys_carry_fast_accumulation(job: Job) -> None:
     settings = SETTINGS if HIP else (66, 20, 1, 0, 0, 0, 0, 0, 0)
     eight = {"type_a": 28, "type_b": 29, "type_d": 14, "settings": settings}
@@ -293,7 +301,8 @@ SCENARIOS = [
     for name, value in list(globals().items())
     if callable(value) and getattr(value, "__annotations__", {}).get("job") == "Job"
 ]
-OF_THE_OLDER_API = {
+OF_CUBLAS = {
+    "batches_by_pointers_or_groups_pass_through_and_are_counted_as_no_gemm",
     "the_older_api_is_counted_once_with_the_workspace_that_it_was_given",
     "a_batched_choice_computes_every_matrix",
     "the_plain_call_as_a_choice_passes_through_and_counts_as_launched",

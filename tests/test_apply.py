@@ -1,5 +1,6 @@
 """Choosing algorithms inside a process: the same numbers, counted, and open to failure."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from gemmtune import table
 from gemmtune.backends import cpu
+from gemmtune.backends.hipblaslt import HipblasLt
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
-from gemmtune.job import files, kernels
+from gemmtune.job import apply, files, kernels
 from gemmtune.job.apply import KernelApplier, open_applier
 from gemmtune.job.coverage import Use, first_rows, summary
 from gemmtune.table import Tuned
@@ -315,3 +318,45 @@ def test_a_rank_is_still_known_when_its_group_is_gone(monkeypatch: pytest.Monkey
         group.setattr(dist, "get_world_size", lambda: 4)
         assert files.rank() == (3, 4)
     assert files.rank() == (3, 4)
+
+
+ROW = Tuned(904, gemm_of("mm", X, W), 0, table.WS_MAX, Algo(7, 0, "id=7 second=0 third=0"))
+
+
+def test_a_library_whose_version_needs_the_gpu_is_asked_when_the_job_uses_it(
+    monkeypatch, tmp_path, capsys
+):
+    waiting: list[Callable[[], None]] = []
+    asked: list[str] = []
+    table.write(tmp_path / "t.csv", [ROW], Tuned, {"backend": "hipblaslt"})
+
+    def library(self: HipblasLt) -> str:
+        asked.append("asked")
+        raise BackendError("no such library")
+
+    monkeypatch.delitem(sys.modules, "gemmtune.cli", raising=False)  # whose commands start nothing
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(HipblasLt, "library", library)
+    monkeypatch.setattr(HipblasLt, "dev_cap", lambda self: 904)
+    options = {"table": str(tmp_path / "t.csv"), "backend": None, "strict": False, "quiet": False}
+    apply.start(options, str(tmp_path))
+    assert len(waiting) == 1 and not asked
+    waiting[0]()
+    assert asked
+    X @ W
+    assert "cannot be applied (no such library): the job goes on untuned" in capsys.readouterr().err
+    apply.start({**options, "strict": True}, str(tmp_path))
+    with pytest.raises(SystemExit, match="3"):
+        waiting[1]()
+
+
+def test_whatever_fails_when_the_gpu_comes_up_is_not_the_jobs(monkeypatch, tmp_path, capsys):
+    waiting: list[Callable[[], None]] = []
+    table.write(tmp_path / "t.csv", [ROW], Tuned, {"backend": "hipblaslt"})
+    monkeypatch.delitem(sys.modules, "gemmtune.cli", raising=False)  # whose commands start nothing
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(apply, "compare", lambda *_: 1 / 0)
+    options = {"table": str(tmp_path / "t.csv"), "backend": None, "strict": False, "quiet": False}
+    apply.start(options, str(tmp_path))
+    waiting[0]()
+    assert "applying the table: ZeroDivisionError" in capsys.readouterr().err

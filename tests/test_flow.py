@@ -82,7 +82,9 @@ def captured(job: Job) -> Table[Shape]:
 def tuned(job: Job, captured: Table[Shape]) -> Table[Tuned]:
     backend = FakeLt(job.fakes / "libcublasLt.so.13", SPEED, explored=0)
     candidates, made = job.folder / "candidates.csv", job.folder / "tuned.csv"
-    run.sweep(captured, backend, candidates, made, Options(seconds_per_shape=1.0, force=True))
+    here = {k: v for k, v in captured.provenance.items() if k != "machine"}  # it is the CPU's
+    shapes = captured._replace(provenance=here)
+    run.sweep(shapes, backend, candidates, made, Options(seconds_per_shape=1.0, force=True))
     job.table("tuned.csv")
     return table.read(made, Tuned)
 
@@ -95,6 +97,20 @@ def test_capture_has_every_call_of_both_ranks_with_its_default(captured: Table[S
     want = {(p, s) for p in ("fprop", "dgrad", "wgrad") for s in "01"}
 
     assert found == {(p, s, "0-1", "id=20", "lt"): 1 for p, s in want}
+
+
+def test_shapes_of_another_machine_are_swept_against_the_librarys_own_default(
+    job: Job, captured: Table[Shape], tmp_path: Path
+) -> None:
+    assert captured.provenance["machine"].items() >= HERE_NOW.items()
+    backend = FakeLt(job.fakes / "libcublasLt.so.13", SPEED, explored=0)
+    options = Options(seconds_per_shape=0.2, top=1, force=True)
+    events: list[Any] = []
+    tables = tmp_path / "c.csv", tmp_path / "t.csv"
+    run.sweep(captured, backend, *tables, options, events.append)
+    said = [event.note for event in events if "were captured elsewhere" in event.note]
+    assert len(said) == 1 and "processor: Fake H200 sm_90 when the table was made" in said[0]
+    assert backend.given == {}
 
 
 def test_replay_of_the_swept_table_is_faster_with_its_rows_launched(job: Job, tuned) -> None:
@@ -134,3 +150,13 @@ def test_a_table_of_another_build_or_gpu_is_left_out_or_refused(job: Job, tuned,
         assert "loss" not in strict.stdout and strict.stderr.count(words) == 1
     replay = job("replay", foreign, *alone, code=3)
     assert "loss" not in replay.stdout and f"cannot be replayed here: {words}" in replay.stderr
+
+
+def test_a_job_that_lost_the_interposer_runs_untuned_or_is_refused(job: Job, tuned) -> None:
+    start = ("--", "env", "-u", "LD_PRELOAD", sys.executable, "train.py", "2")
+    done = job("run", "tuned.csv", *start)
+    loud = [line for line in done.stderr.splitlines() if "goes on untuned" in line]
+    assert "loss" in done.stdout and len(loud) == 1
+    assert "cannot be applied (the interposer is not in this process" in loud[0]
+    strict = job("run", "--strict", "tuned.csv", *start, code=3)
+    assert "loss" not in strict.stdout and "refused, as --strict asks" in strict.stderr

@@ -150,6 +150,16 @@ def test_algorithms_have_their_rank_in_the_librarys_list_and_the_default_leads(l
     assert algos[0].config == lt.spell(problem.settings(problem.heuristic(1)[0][0]))
 
 
+def test_a_default_that_cannot_run_here_gives_way_to_the_librarys_own(library, backend):
+    g = gemm()
+    first, *others = backend.algos(g)
+    backend.given = {g: others[-1].config}
+    assert backend.algos(g)[0].config == others[-1].config
+    for number in ("4242", "77"):
+        backend.given = {g: re.sub("id=[0-9]+", f"id={number}", first.config)}
+        assert backend.algos(g)[0] == first
+
+
 def test_no_algorithm_needs_more_workspace_than_the_call_has(library, backend):
     g = gemm(ws_bytes=48 * 32 * 4 * 2)
     needs = {a: backend.workspace_bytes(g, a) for a in backend.algos(g)}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gemmtune.capture.merge import merge
+from gemmtune.capture.session import Session
+from gemmtune.job import files
 
 
 def rank(number: int, **more: Any) -> dict[str, Any]:
@@ -42,3 +47,20 @@ def test_each_gemm_that_differs_from_the_librarys_is_named_once_with_its_count()
     (said,) = merge(ranks).remarks
     assert "was asked for 5 GEMMs" in said and "but for 4: 8x8x8 TN" in said
     assert said.count("8x8x16 TN float32 (k) 4x") == 1
+
+
+def test_times_of_a_gpus_calls_are_not_the_hosts_where_nothing_times_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved: list[Any] = []
+    monkeypatch.setattr(files, "save", lambda out, record: saved.append(record))
+    options = {"steps": 1, "warmup": 9, "stop": False, "dims": False, "optimizer": None}
+    options |= {"profile": False, "time": True, "backend": None}  # no interposer
+    session = Session(options, str(tmp_path))
+    session._save()
+    session._done.set()
+    session._handle.remove()
+    gemm = [8, 8, 8, "N", "N", *["float32"] * 3, "-", 8, 8, 8]
+    row = {"gemm": gemm, "pass": "fprop", "recompute": 0, "site": "", "calls": 1, "step": 0}
+    (made,) = merge([rank(0, rows=[{**row, "time_s": 0.5}], timed=saved[0]["timed"])]).rows
+    assert made.time_us == 0

@@ -83,6 +83,9 @@ def over(seconds, *seen):
         (3.0, [IDLE] * 5, "below the power cap, so candidates are ranked by call time"),
         (0.3, [IDLE] * 5, "0.3 s are too short to tell"),
         (3.0, [FULL._replace(throttled=())] * 5, "at the power cap"),
+        (3.0, [IDLE._replace(power_cap_w=0.0)] * 5, "410 W (410 to 410), SM clock"),
+        (3.0, [IDLE._replace(power_w=0.0)] * 5, "the GPU tells no power, SM clock"),
+        (3.0, [IDLE._replace(power_w=0.0)] * 5, "whether the job runs at its power cap cannot be"),
     ],
 )
 def test_the_regime_is_said_in_plain_words(seconds, seen, said):

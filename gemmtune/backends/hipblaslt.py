@@ -89,6 +89,7 @@ class HipblasLt(Lt):
 
     name = "hipblaslt"
     vendor = HIPBLASLT
+    version_needs_device = True  # hipblasLtGetVersion wants a handle, which is a device's
     _extension: Extension | None = None
 
     def table(self) -> Vendor:

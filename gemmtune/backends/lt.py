@@ -38,6 +38,7 @@ class Lt:
 
     name: ClassVar[str]
     vendor: ClassVar[Vendor]
+    version_needs_device: ClassVar[bool] = False
     device = "cuda"
 
     def __init__(self, numerics: str = "type", explored: int = EXPLORED, seed: int = 0) -> None:
@@ -147,7 +148,10 @@ class Lt:
         """The default's settings and the workspace that it needs."""
         if problem.gemm in self.given:
             config = parse(self.given[problem.gemm])
-            return config, self._need(problem, problem.algo(config))
+            try:
+                return config, self._need(problem, problem.algo(config))
+            except BackendError:
+                pass  # another GPU's, which this one cannot run
         ((first, need),) = problem.heuristic(1)
         return problem.settings(first), need
 

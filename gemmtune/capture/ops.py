@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,7 +101,10 @@ class Recorder:
         self._recompute = Recompute()
         how: dict[str, Any] = {}
         if calls is not None:
-            how = {"begin": calls.begin, "since": calls.since}
+            how = {
+                "begin": lambda: (calls.begin(), perf_counter()),
+                "since": lambda began: (calls.since(began[0]), perf_counter() - began[1]),
+            }
         self._fast = noting.load() if calls is None else None
         self._taken = 0  # of its calls, those that are sorted
         if self._fast is not None:
@@ -175,8 +179,8 @@ class Recorder:
             signature = op, *((),) * (op in WITH_C), (x.shape,), (w.shape,)
         storages = x.untyped_storage()._cdata, w.untyped_storage()._cdata
         signature = self._interned.setdefault(signature, signature)
-        if x.is_cpu and not isinstance(spent, float):
-            spent = 0.0  # the GPU's library has nothing to do with it
+        if isinstance(spent, tuple):
+            spent = spent[x.is_cpu]  # the GPU's library has nothing to do with a CPU's product
         where, after = self._where(w), self._fast.count() if self._fast is not None else 0
         self._noted.extend((self.step, signature, gemms, *storages, spent, *where, after))
 

@@ -55,6 +55,7 @@ class Session:
         self.gpu: dict[str, Any] = {}
         self.profile: dict[str, Any] | None = None
         self.optimizers: dict[str, int] | None = None
+        self.machine: dict[str, Any] = {}  # that of the calls' library
         self._done = threading.Event()
         self._saving = threading.Lock()
         save_beside(out)
@@ -96,11 +97,14 @@ class Session:
         backend = self.options["backend"]
         if backend is None:
             return None
+        from gemmtune.backends import base
         from gemmtune.capture.calls import Calls
         from gemmtune.interposer import client
 
         try:
-            return Calls(client.present(backend), self.options["time"])
+            calls = Calls(client.present(backend), self.options["time"])
+            self.machine = machine.fingerprint(base.get(backend))
+            return calls
         except BackendError as error:
             files.complain("recording the library's calls", error)
             return None
@@ -180,7 +184,8 @@ class Session:
                     "waited": self.waited,
                     "step_s": self.step_s,
                     "optimizers": self.optimizers or steps.optimizers(),
-                    "timed": self.options["time"],
+                    "timed": self.options["time"] and self.calls is not None,
+                    "machine": self.machine,
                     "settings": machine.settings(),
                     "device": "cuda" if torch.cuda.is_initialized() else "cpu",
                     "compiled": _compiled(),

@@ -41,7 +41,7 @@ class TeRecorder:
     def forget(self) -> None:
         """In a forked child: what the parent saw is not the child's."""
         self._seen.clear()
-        self._silent = 0
+        self._silent = self.step = 0
 
     def rows(self) -> list[dict[str, Any]]:
         """As those of ops.Recorder; a GPU's times are not known here."""

@@ -112,7 +112,7 @@ def capture(
         "torch": first["torch"],
         "step_us": captured.step_us,
         "steps": min(len(record["step_s"]) for record in records),
-        **({"settings": first["settings"]} if first["settings"] else {}),
+        **{k: first[k] for k in ("settings", "machine") if first[k]},
         **{k: v for k, v in (("gpu", captured.gpu), ("profile", captured.profile)) if v},
     }
     if not captured.rows:
@@ -221,9 +221,10 @@ def _power(gpu: Mapping[str, Any]) -> Iterator[str]:
     if not gpu:
         return
     (watts, low, high), sm_mhz = gpu["power_w"], gpu["sm_mhz"][0]
+    cap = f" of its {gpu['power_cap_w']:.0f} W cap" if gpu["power_cap_w"] else ""
+    drew = f"drew {watts:.0f} W ({low:.0f} to {high:.0f}){cap}" if watts else "tells no power"
     yield (
-        f"the GPU drew {watts:.0f} W ({low:.0f} to {high:.0f}) of its {gpu['power_cap_w']:.0f} W"
-        f" cap, SM clock {sm_mhz:,.0f} MHz (boost {gpu['max_sm_mhz']:,.0f}),"
+        f"the GPU {drew}, SM clock {sm_mhz:,.0f} MHz (boost {gpu['max_sm_mhz']:,.0f}),"
         f" {gpu['temperature_c'][0]:.0f} C: {_regime(gpu)}"
     )
     heat = {k: v for k, v in gpu["throttled"].items() if k != POWER_CAP and v > 0.1}
@@ -232,6 +233,8 @@ def _power(gpu: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _regime(gpu: Mapping[str, Any]) -> str:
+    if not gpu["regime"] and not (gpu["power_w"][0] and gpu["power_cap_w"]):
+        return "whether the job runs at its power cap cannot be told"
     if not gpu["regime"]:
         return (
             f"{gpu['seconds']:.1f} s are too short to tell whether the job runs at its power cap:"

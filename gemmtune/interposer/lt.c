@@ -68,7 +68,14 @@ static Reason lt_key(Key *key, const LtCall *x)
         READ(layout, layouts[i], LAYOUT_BATCH, batches[i]);
         if (bad) return NOT_READ;
         if (orders[i] != ORDER_COLUMN || batches[i] != batches[0]) return NOT_SPELLED;
-        if (batches[i] > 1) READ(layout, layouts[i], LAYOUT_STRIDE, *strides[i]);
+        if (batches[i] > 1) {
+            int32_t mode = BATCH_STRIDED;
+            READ(layout, layouts[i], LAYOUT_STRIDE, *strides[i]);
+            /* Libraries older than the attribute have strided batches alone. */
+            if (LAYOUT_BATCH_MODE >= 0 && !layout(layouts[i], LAYOUT_BATCH_MODE, &mode, sizeof mode, &written) &&
+                mode != BATCH_STRIDED)
+                return NOT_SPELLED;
+        }
     }
     READ(layout, p->d, LAYOUT_ROWS, key->m);
     READ(layout, p->d, LAYOUT_COLUMNS, key->n);

@@ -37,6 +37,8 @@ enum { ORDER_COLUMN = 0 };
 
 enum { POINTERS_ON_HOST = 0 };
 
+enum { BATCH_STRIDED = 0 }; /* the others: by arrays of pointers, in groups */
+
 enum { EPILOGUE_NONE = 1, EPILOGUE_HAS_BIAS = 4 | 16 | 256 | 512 };
 
 /* Of these the library tells BATCH and STRIDE alone: kept.c has them all. */
@@ -48,6 +50,7 @@ enum {
     LAYOUT_ROWS = 4,
     LAYOUT_COLUMNS = 5,
     LAYOUT_LD = 6,
+    LAYOUT_BATCH_MODE = -1, /* there is none */
 };
 
 enum {
@@ -112,6 +115,8 @@ enum { ORDER_COLUMN = 0 };
 
 enum { POINTERS_ON_HOST = 0 };
 
+enum { BATCH_STRIDED = 0 }; /* the others: by arrays of pointers, in groups */
+
 enum { EPILOGUE_NONE = 1, EPILOGUE_HAS_BIAS = 4 | 16 | 256 | 512 }; /* bias; gradients of it */
 
 enum {
@@ -122,6 +127,7 @@ enum {
     LAYOUT_LD = 4,
     LAYOUT_BATCH = 5,
     LAYOUT_STRIDE = 6,
+    LAYOUT_BATCH_MODE = 8, /* unknown to CUDA before 13 */
 };
 
 enum {

@@ -402,17 +402,35 @@ def start(options: dict[str, Any], out: str) -> None:
     if not tuned.rows:
         return
     backend = backend_of(tuned, options["backend"])
-    hard, soft = compare(tuned, backend)
-    if hard:
-        _refuse(hard, options, out)
-        return
-    applier = open_applier(backend)
-    _Process(tuned, applier, soft, out if options["quiet"] else None)
+
+    def apply() -> None:
+        try:
+            hard, soft = compare(tuned, backend)
+            if hard:
+                _refuse("was made elsewhere", hard, options, out)
+                return
+            applier = open_applier(backend)
+        except BackendError as error:
+            _refuse("cannot be applied", [str(error)], options, out)
+            return
+        _Process(tuned, applier, soft, out if options["quiet"] else None)
+
+    def late() -> None:
+        try:
+            apply()
+        except Exception as error:  # it would be the job's
+            files.complain("applying the table", error)
+
+    if getattr(base.get(backend), "version_needs_device", False):
+        # Not every process that imports torch is to hold the GPU, and no fork may come after it.
+        torch.cuda._lazy_call(late)
+    else:
+        apply()
 
 
-def _refuse(hard: list[str], options: Mapping[str, Any], out: str) -> None:
+def _refuse(what: str, hard: list[str], options: Mapping[str, Any], out: str) -> None:
     """Say once, where rank 0 runs a GEMM or a step, that the table is not used and why."""
-    line = f"gemmtune: {options['table']} was made elsewhere ({'; '.join(hard)}): "
+    line = f"gemmtune: {options['table']} {what} ({'; '.join(hard)}): "
     if options["strict"]:
         print(line + "refused, as --strict asks", file=sys.stderr)
         raise SystemExit(INCOMPATIBLE)

@@ -60,6 +60,7 @@ def drawn(spells: Sequence[Spell]) -> Drawn | None:
 
 
 def words(arm: Drawn) -> str:
-    """As in: 684 W, SM clock 1,412 MHz, 105.2 J a step."""
+    """As in: 684 W, SM clock 1,412 MHz, 105.2 J a step; without what the driver does not tell."""
     energy = f", {arm.energy_j:.1f} J a step" if arm.energy_j else ""
-    return f"{arm.power_w:.0f} W, SM clock {arm.sm_mhz:,.0f} MHz{energy}"
+    power = f"{arm.power_w:.0f} W" if arm.power_w else "power not told"
+    return f"{power}, SM clock {arm.sm_mhz:,.0f} MHz{energy}"

@@ -83,6 +83,13 @@ def sweep(
     path = _check_paths(candidates_path, tuned_path)
     if hasattr(backend, "given"):  # those whose calls show their algorithm
         backend.given = table.defaults(shapes.rows)
+        captured = shapes.provenance.get("machine", {})
+        if elsewhere := machine.incompatible(captured, provenance["machine"]):
+            backend.given = {}
+            notes.append(
+                f"the shapes were captured elsewhere ({'; '.join(elsewhere)}): the default to beat"
+                " is what the library here gives first"
+            )
     plan = make_plan(shapes.rows, backend, options)
     if not path.exists() and Path(candidates_path).is_file():
         kept = textfile.set_aside(candidates_path)
