@@ -83,7 +83,9 @@ def test_every_configuration_is_offered_somewhere_and_right():
         seen |= check(gemm(64, 1, 32, kind, "TN")) | check(gemm(1, 64, 32, kind, "NT"))
         seen |= check(batched(3, True, 24, 16, 32, kind, "TN"))
         seen |= check(batched(3, False, 24, 16, 32, kind, "NT"))
-    assert seen == set(cpu.IDS)
+    # On a CPU on which oneDNN has no 16-bit products, going without it is no alternative.
+    without = set() if cpu._has_onednn("bfloat16") or cpu._has_onednn("float16") else {"native"}
+    assert seen == set(cpu.IDS) - without
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -21,6 +21,7 @@ from gemmtune.dialects import te
 from gemmtune.dialects.convert import te_of
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo
+from gemmtune.interposer.build import cxx
 from gemmtune.sweep import operands, run, worker
 from gemmtune.sweep.plan import Options
 from gemmtune.table import Shape, Table
@@ -125,7 +126,7 @@ def old(monkeypatch, tmp_path) -> FakeHip:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if hipblaslt_ext.missing():
         pytest.skip(hipblaslt_ext.missing())
-    words, made = build.cxx(), tmp_path / LIBRARIES["hipblaslt"]
+    words, made = cxx(), tmp_path / LIBRARIES["hipblaslt"]
     inner = tmp_path / "fake_hipblaslt.o"
     source = HERE / "fake_hipblaslt.c"
     subprocess.run(["cc", "-std=c11", *FLAGS[:-2], "-fPIC", "-c", source, "-o", inner], check=True)

@@ -129,7 +129,7 @@ def test_sweep_takes_the_planted_winner_and_refuses_the_tuners_nan(flow) -> None
 def test_every_row_is_used_after_one_query_and_the_step_gains_what_was_planted(  # type: ignore[no-untyped-def]
     flow, tmp_path, dialect, version
 ) -> None:
-    us = 4 * US  # longer than what other work on this machine does to a step
+    us = 10 * US  # longer than what other work on this machine does to a step
     work = Work(tmp_path, dialect=dialect, te=version, us=us)
     made = tmp_path / "te.csv"
     flow.gemmtune("convert", "tuned.csv", "--to", dialect, "-o", made)

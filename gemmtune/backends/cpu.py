@@ -363,8 +363,10 @@ def _offered(name: str, gemm: Gemm, numerics: str) -> bool:
         return full or parts[0] != "k"  # 16-bit parts of k would be rounded before they are added
     fused = full or not adds  # a separate addition rounds 16-bit results twice
     rules: dict[str, Callable[[], bool]] = {
-        "onednn": lambda: not batched and gemm.type_d != "float64" and fused and _has_onednn(),
-        "native": lambda: not full and gemm.flops <= NATIVE_FLOPS and _has_onednn(),
+        "onednn": lambda: (
+            not batched and gemm.type_d != "float64" and fused and _has_onednn(gemm.type_a)
+        ),
+        "native": lambda: not full and gemm.flops <= NATIVE_FLOPS and _has_onednn(gemm.type_a),
         "transposed": lambda: True,
         "copy": lambda: min(gemm.m, gemm.n, gemm.k) > 1,
         "openblas": lambda: full and openblas.find() is not None,
@@ -422,9 +424,14 @@ def _has_scaled_mm() -> bool:
     return True
 
 
-def _has_onednn() -> bool:
+@functools.lru_cache
+def _has_onednn(kind: str) -> bool:
+    """Whether oneDNN is here and has products of this type: 16-bit ones not on every CPU."""
     import torch
 
-    return bool(torch.backends.mkldnn.is_available()) and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
+    one = torch.ones(1, 1, dtype=getattr(torch, kind))
+    try:
+        _onednn(one, one, torch.empty_like(one), Add())
+    except (RuntimeError, AttributeError):
+        return False
+    return True
