@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -68,9 +69,9 @@ def inside(out: Path) -> None:
     seen: Counter[tuple] = Counter()
     applied: Counter[bool] = Counter()
 
-    def drain() -> list:
+    def drain(how=lambda: interposer.drain()) -> list:
         torch.cuda.synchronize()
-        records = interposer.drain()
+        records = how()
         for r in records:
             if r.calls and (r.gemm.api == "lt" or r.applied):
                 seen[told(r.gemm)] += r.calls
@@ -102,6 +103,11 @@ def inside(out: Path) -> None:
                 print(f"{name:14} launched {used}, bitwise {bitwise}, close {close}: {kind}")
                 applied[bool(used and close)] += 1
             interposer.choose({})
+    call()
+    with ThreadPoolExecutor(1) as pool:  # as capture's saving thread: none that has used the GPU
+        records = drain(lambda: pool.submit(interposer.drain).result())
+    calls, timed = (sum(getattr(r, name) for r in records) for name in ("calls", "timed"))
+    print(f"drained by a thread without a context: {calls} calls, {timed} timed")
     counts = dict(zip(REASONS, interposer.faults(), strict=True))
     print("faults:", {k: v for k, v in counts.items() if v} or "none")
     print("calls that no Gemm has a name for:", interposer.unspelled)
