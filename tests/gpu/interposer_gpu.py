@@ -11,15 +11,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-
-CALLS = 2000
 
 
 def from_log(text: str) -> Counter[tuple]:
@@ -60,6 +57,7 @@ def cases(torch):
 def inside(out: Path) -> None:
     import torch
 
+    from gemmtune.backends.blas import PLAIN
     from gemmtune.backends.cublaslt import CublasLt
     from gemmtune.interposer.client import REASONS, Interposer
 
@@ -73,7 +71,8 @@ def inside(out: Path) -> None:
         torch.cuda.synchronize()
         records = how()
         for r in records:
-            if r.calls and (r.gemm.api == "lt" or r.applied):
+            # The log has what goes to cublasLtMatmul: not the plain calls of cuBLAS.
+            if r.calls and (r.gemm.api == "lt" or (r.applied and r.algo != PLAIN)):
                 seen[told(r.gemm)] += r.calls
         return [r for r in records if r.calls]
 
@@ -129,54 +128,6 @@ def compare(recorded: Path, log: Path) -> None:
     print("recorded and logged are", "EQUAL" if ours == logged else "DIFFERENT")
 
 
-def overhead() -> None:
-    import torch
-
-    from gemmtune.backends.cublaslt import CublasLt
-    from gemmtune.interposer.client import Interposer
-
-    interposer = Interposer(CublasLt())
-    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    x, w, bias = (torch.randn(*s, **bf16) for s in ((64, 64), (64, 64), (64,)))
-    calls = {
-        "lt (linear + bias)": lambda: torch.nn.functional.linear(x, w, bias),
-        "gemmex (linear)": lambda: torch.nn.functional.linear(x, w),
-    }
-    backend = CublasLt()
-    print(
-        f"\n{'host us per call':22}{'off':>8}{'recorded':>10}{'miss':>8}{'applied':>9}{'timed':>8}"
-    )
-    for name, call in calls.items():
-        call()
-        interposer.mode(True)
-        call()
-        record = next(r for r in interposer.drain() if r.calls)
-        algo = record.algo or backend.algos(record.gemm)[0]
-        other = record.gemm._replace(m=7)
-        modes = {
-            "off": (False, False, {}),
-            "recorded": (True, False, {}),
-            "miss": (True, False, {other: algo}),
-            "applied": (True, False, {record.gemm: algo}),
-            "timed": (True, True, {}),
-        }
-        best = dict.fromkeys(modes, 1e9)
-        for _ in range(15):
-            for mode, (on, timed, choices) in modes.items():
-                interposer.choose(choices)
-                interposer.mode(on, timed)
-                call()
-                torch.cuda.synchronize()
-                begin = time.perf_counter()
-                for _ in range(CALLS // 10):
-                    call()
-                best[mode] = min(best[mode], (time.perf_counter() - begin) / (CALLS // 10) * 1e6)
-                torch.cuda.synchronize()
-                interposer.drain()
-        print(f"{name:22}" + "".join(f"{us:10.2f}" for us in best.values()))
-    interposer.mode(False)
-
-
 def graph() -> None:
     import torch
 
@@ -208,7 +159,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "recorded.json", Path(folder) / "lt.log"
         logging = {"CUBLASLT_LOG_LEVEL": "2", "CUBLASLT_LOG_FILE": str(log)}
-        for words, extra in (("inside", logging), ("graph", {}), ("overhead", {})):
+        for words, extra in (("inside", logging), ("graph", {})):
             argv = [sys.executable, __file__, words, str(out)]
             code = subprocess.run(argv, env={**env, **extra}, check=False).returncode
             print(f"[{words}: exit code {code}]", flush=True)
@@ -220,6 +171,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["inside"]:
         inside(Path(sys.argv[2]))
     elif sys.argv[1:]:
-        {"overhead": overhead, "graph": graph}[sys.argv[1]]()
+        graph()
     else:
         main()
