@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from gemmtune.backends import cpu
 from gemmtune.backends.hipblaslt import HipblasLt
 from gemmtune.errors import BackendError
 from gemmtune.gemm import Algo, Gemm
-from gemmtune.job import apply, files, kernels
+from gemmtune.job import apply, files, kernels, steps
 from gemmtune.job.apply import KernelApplier, open_applier
 from gemmtune.job.coverage import Use, first_rows, summary
 from gemmtune.table import Tuned
@@ -336,6 +337,13 @@ def test_a_library_whose_version_needs_the_gpu_is_asked_when_the_job_uses_it(
 
     monkeypatch.delitem(sys.modules, "gemmtune.cli", raising=False)  # whose commands start nothing
     monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    stops: list[Callable[[int], None]] = []
+
+    def on_step(stop: Callable[[int], None]) -> SimpleNamespace:
+        stops.append(stop)
+        return SimpleNamespace(remove=lambda: None)
+
+    monkeypatch.setattr(steps, "on_step", on_step)
     monkeypatch.setattr(HipblasLt, "library", library)
     monkeypatch.setattr(HipblasLt, "dev_cap", lambda self: 904)
     options = {"table": str(tmp_path / "t.csv"), "backend": None, "strict": False, "quiet": False}
@@ -344,6 +352,7 @@ def test_a_library_whose_version_needs_the_gpu_is_asked_when_the_job_uses_it(
     waiting[0]()
     assert asked
     X @ W
+    stops[0](0)
     assert "cannot be applied (no such library): the job goes on untuned" in capsys.readouterr().err
     apply.start({**options, "strict": True}, str(tmp_path))
     with pytest.raises(SystemExit, match="3"):

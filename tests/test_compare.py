@@ -328,7 +328,10 @@ def test_the_example_in_the_help_killed_and_interrupted_goes_on_where_it_was(
 
     def interrupt(number: int, processes: int) -> int:
         """End the comparison while that process trains; what it exits with."""
-        words = [sys.executable, "-m", "gemmtune", *argv]
+        # A shell's background job ignores SIGINT, and so does all that the tests start there.
+        code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        code += "from gemmtune.cli import main; main()"
+        words = [sys.executable, "-c", code, *argv]
         with subprocess.Popen(words, cwd=folder, env=env, stderr=subprocess.PIPE) as child:
             until(lambda: len(started()) == processes)
             child.send_signal(number)

@@ -9,6 +9,7 @@ import ctypes
 import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gemmtune import machine
@@ -237,28 +238,13 @@ class Lt:
     def time_us(self, launch: Launch, operands: Sequence[Operands], launches: int) -> float:
         """Mean microseconds per launch over back-to-back launches, operands in rotation.
 
-        By events on the device, which waits until enough launches are queued for it not to be kept
-        waiting by the host.
+        By events on the device: see `queued_us`.
         """
-        import torch
-
         assert isinstance(launch, Prepared)
-        bound = [launch.bind(o) for o in operands[:launches]]
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        total_us, sets = 0.0, len(bound)
-        for first in range(0, launches, QUEUED):
-            count = min(QUEUED, launches - first)
-            lead_us = LEAD_US + count * max(0.0, HOST_US - launch.last_us)
-            torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
-            start.record()
-            for i in range(first, first + count):
-                launch.run(bound[i % sets])
-            end.record()
-            end.synchronize()
-            us = start.elapsed_time(end) * 1e3
-            launch.last_us = us / count
-            total_us += us
-        return total_us / launches
+        bound = [partial(launch.run, launch.bind(o)) for o in operands[:launches]]
+        runs = [bound[i % len(bound)] for i in range(launches)]
+        mean_us, launch.last_us = queued_us(runs, launch.last_us, HOST_US)
+        return mean_us
 
     def unpack(self, words: bytes) -> Algo:
         """The algorithm in the library's own structure, as a call is given it; its rank unknown.
@@ -318,6 +304,32 @@ class Lt:
         if self._space is None or self._space.numel() < size:
             self._space = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._space
+
+
+def queued_us(
+    runs: Sequence[Callable[[], object]], last_us: float, host_us: float
+) -> tuple[float, float]:
+    """Mean microseconds of launches back to back, and those of the last ones, by events.
+
+    The device waits until enough launches are queued for it not to be kept waiting by the host:
+    handing one over takes `host_us` at most, and running it took `last_us` the last time.
+    """
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    total_us = 0.0
+    for first in range(0, len(runs), QUEUED):
+        part = runs[first : first + QUEUED]
+        lead_us = LEAD_US + len(part) * max(0.0, host_us - last_us)
+        torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
+        start.record()
+        for run in part:
+            run()
+        end.record()
+        end.synchronize()
+        us = start.elapsed_time(end) * 1e3
+        total_us, last_us = total_us + us, us / len(part)
+    return total_us / len(runs), last_us
 
 
 class Prepared:

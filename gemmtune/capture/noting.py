@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import platform
 import sysconfig
 from collections.abc import Callable
 from importlib.machinery import ExtensionFileLoader
@@ -108,6 +109,7 @@ def _made(torch: Path) -> Path:
 
 def _digest(torch: Path) -> str:
     """Of all that the module is made from: another torch or Python has another module."""
-    made_for = f"{FLAGS} {torch} {sysconfig.get_config_var('SOABI')}".encode()
+    here = platform.machine(), *platform.libc_ver(), sysconfig.get_config_var("SOABI")
+    made_for = f"{FLAGS} {torch} {here}".encode()
     version = (torch / "version.py").read_bytes()
     return hashlib.sha256(made_for + version + SOURCE.read_bytes()).hexdigest()[:16]

@@ -23,7 +23,7 @@ import torch
 import torch.multiprocessing
 
 from gemmtune.backends.base import Operands
-from gemmtune.backends.lt import CYCLES_PER_US, LEAD_US, QUEUED
+from gemmtune.backends.lt import queued_us
 from gemmtune.backends.te_call import Call
 from gemmtune.gemm import Gemm
 from gemmtune.sweep import operands
@@ -68,27 +68,13 @@ def serve(device: str, pipe: Connection, gemm: Gemm) -> None:
 
 
 def _time_us(device: str, launches: list[Callable[[], Any]]) -> float:
-    """Mean microseconds of launches back to back; on a GPU by events, behind a wait in which the
-    host hands over enough of them."""
+    """Mean microseconds of launches back to back; on a GPU by events."""
     if device == "cpu":
         start = time.perf_counter_ns()
         for launch in launches:
             launch()
         return (time.perf_counter_ns() - start) / len(launches) / 1e3
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    total_us = last_us = 0.0
-    for first in range(0, len(launches), QUEUED):
-        part = launches[first : first + QUEUED]
-        lead_us = LEAD_US + len(part) * max(0.0, HOST_US - last_us)
-        torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
-        begin.record()
-        for launch in part:
-            launch()
-        end.record()
-        end.synchronize()
-        us = begin.elapsed_time(end) * 1e3
-        total_us, last_us = total_us + us, us / len(part)
-    return total_us / len(launches)
+    return queued_us(launches, 0.0, HOST_US)[0]
 
 
 def _die_with(parent: int) -> None:
