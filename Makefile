@@ -23,7 +23,7 @@ demo: venv
 	@$(IN_VENV) scripts/demo.sh
 
 test: venv
-	@$(IN_VENV) python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(IN_VENV) python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: venv
 	@$(IN_VENV) ruff check .

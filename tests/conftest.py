@@ -10,9 +10,25 @@ from pathlib import Path
 
 import pytest
 
+# The files that take longest, longest first: begun last they would keep one worker waiting.
+LONGEST = (
+    "te_flow",
+    "journal",
+    "capture",
+    "llama",
+    "end_to_end",
+    "replay_job",
+    "interposer",
+    "flow",
+)
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {f"test_{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 @pytest.fixture(scope="session")

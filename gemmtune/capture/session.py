@@ -102,9 +102,8 @@ class Session:
         from gemmtune.interposer import client
 
         try:
-            calls = Calls(client.present(backend), self.options["time"])
             self.machine = machine.fingerprint(base.get(backend))
-            return calls
+            return Calls(client.present(backend), self.options["time"])
         except BackendError as error:
             files.complain("recording the library's calls", error)
             return None

@@ -76,7 +76,9 @@ def _preload(rows: Table[Tuned], backend: str | None) -> Path | None:
 
 
 STRICT = click.option(
-    "--strict", is_flag=True, help="End the job with 3 where the table was made elsewhere."
+    "--strict",
+    is_flag=True,
+    help="End the job with 3 where the table cannot be applied as it was made.",
 )
 BACKEND = click.option("--backend", help="What applies the table: cpu.  [default: the table's]")
 TUNED = click.argument("tuned", required=False, type=click.Path(path_type=Path))
