@@ -12,14 +12,8 @@ import pytest
 
 # The files that take longest, longest first: begun last they would keep one worker waiting.
 LONGEST = (
-    "te_flow",
-    "journal",
-    "capture",
-    "llama",
-    "end_to_end",
-    "replay_job",
-    "interposer",
-    "flow",
+    *("te_flow", "journal", "capture", "llama", "end_to_end", "replay_job", "interposer", "flow"),
+    *("te_backend", "launch", "compare"),
 )
 ROOT = Path(__file__).parent.parent
 JOBS = Path(__file__).parent / "jobs"
