@@ -9,7 +9,7 @@ import pytest
 
 from gemmtune.capture.merge import merge
 from gemmtune.capture.session import Session
-from gemmtune.job import files
+from gemmtune.job import files, steps
 
 
 def rank(number: int, **more: Any) -> dict[str, Any]:
@@ -54,12 +54,13 @@ def test_times_of_a_gpus_calls_are_not_the_hosts_where_nothing_times_them(
 ) -> None:
     saved: list[Any] = []
     monkeypatch.setattr(files, "save", lambda out, record: saved.append(record))
+    monkeypatch.setattr(files, "at_exit", lambda function: None)
+    monkeypatch.setattr(steps, "on_step", lambda *_: None)
     options = {"steps": 1, "warmup": 9, "stop": False, "dims": False, "optimizer": None}
     options |= {"profile": False, "time": True, "backend": None}  # no interposer
     session = Session(options, str(tmp_path))
     session._save()
     session._done.set()
-    session._handle.remove()
     gemm = [8, 8, 8, "N", "N", *["float32"] * 3, "-", 8, 8, 8]
     row = {"gemm": gemm, "pass": "fprop", "recompute": 0, "site": "", "calls": 1, "step": 0}
     (made,) = merge([rank(0, rows=[{**row, "time_s": 0.5}], timed=saved[0]["timed"])]).rows
