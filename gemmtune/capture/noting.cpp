@@ -244,6 +244,7 @@ class Silent final : public c10::WarningHandler {
 
 PyObject* begin(PyObject* /*self*/, PyObject* args) {
   static const char* const OPS[] = {"mm", "bmm"};
+  constexpr auto KEY = c10::DispatchKey::CPU;
   if (!PyArg_ParseTuple(
           args,
           "O!O!OOO",
@@ -264,27 +265,35 @@ PyObject* begin(PyObject* /*self*/, PyObject* args) {
     Silent silent; // torch tells whoever overrides its kernel
     const c10::WarningUtils::WarningHandlerGuard guard(&silent);
     auto& dispatcher = c10::Dispatcher::singleton();
+    const Owned replaced(checked(PyList_New(0)));
     for (const char* const op : OPS) {
       const c10::OperatorName name(std::string("aten::") + op, "");
       const auto handle = dispatcher.findSchemaOrThrow(name.name.c_str(), "");
-      auto native = handle.getComputedKernelForDispatchKey(c10::DispatchKey::CPU);
+      auto native = handle.getComputedKernelForDispatchKey(KEY);
       registered.emplace_back(
           op,
           dispatcher.registerImpl(
               name,
-              c10::DispatchKey::CPU,
+              KEY,
               c10::KernelFunction::makeFromBoxedFunctor(
                   std::make_unique<Kernel>(op, std::move(native))),
               std::nullopt,
               nullptr,
               "gemmtune's recorder"));
+      const Owned one(checked(Py_BuildValue("ss", op, c10::toString(KEY))));
+      if (PyList_Append(replaced.object, one.object) != 0) {
+        throw Failed();
+      }
     }
+    return Py_NewRef(replaced.object);
+  } catch (const Failed&) {
+    registered.clear();
+    return nullptr;
   } catch (const std::exception& error) {
     registered.clear();
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;
   }
-  Py_RETURN_NONE;
 }
 
 PyObject* end(PyObject* /*self*/, PyObject* /*args*/) {
@@ -372,7 +381,8 @@ PyMethodDef methods[] = {
     {"begin",
      begin,
      METH_VARARGS,
-     "begin(inside, tasks, recomputing, call_impl, module_of): note calls from now on"},
+     "begin(inside, tasks, recomputing, call_impl, module_of): note calls from now on.\n"
+     "Says which kernels are replaced, by overload and dispatch key."},
     {"end", end, METH_NOARGS, "Leave torch as it was; what was noted stays."},
     {"step", step, METH_O, "step(number): the step that calls from now on belong to"},
     {"count", count, METH_NOARGS, "Calls noted so far."},

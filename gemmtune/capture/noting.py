@@ -26,8 +26,6 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden")
 LIBRARIES = ("torch_python", "torch_cpu", "c10")
 NAME = "noting.so"
-OPS = ("mm", "bmm")  # the operators whose kernels are replaced, and at which dispatch key
-KEY = "CPU"
 # What hands out the kernel that is there (torch 2.9 and later), and where it is declared.
 NEEDED = "SafeKernelFunction"
 HEADER = "ATen/core/boxing/KernelFunction.h"

@@ -108,11 +108,11 @@ class Recorder:
         self._fast = noting.load() if calls is None else None
         self._taken = 0  # of its calls, those that are sorted
         if self._fast is not None:
-            how = {"but": [(op, noting.KEY) for op in noting.OPS]}
             running = self._recompute.running
-            self._fast.begin(
+            replaced = self._fast.begin(
                 kernels.inside, self._recompute.tasks, running, _CALL_IMPL, self._module
             )
+            how = {"but": replaced}
         self._override = kernels.Override(self._note, others=True, watch=True, **how)
 
     def remove(self) -> None:
